@@ -23,7 +23,7 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 5
+#define FSD_INTERFACE_VERSION 6
 
 typedef enum {
     FSD_OK = 0,
@@ -67,9 +67,6 @@ typedef struct {
 typedef struct {
     uint32_t min_tokens;
     const uint8_t *placement; /* n_shards values of fsd_placement, for shards that are not resident */
-    /* 1: the CPU computes attention over KV blocks in host memory, in graphs of few tokens. 0: these blocks pass through the
-     * KV window. */
-    uint32_t attend_on_cpu;
 } fsd_tier;
 
 /* How bytes in host memory reach the device, fastest first: as its backend copies any memory; from memory that is registered
@@ -95,7 +92,7 @@ typedef struct {
     uint64_t graph_bytes;       /* part of buffers_bytes: what the latest graphs hold of llama.cpp's compute buffers */
     uint64_t least_graph_bytes; /* what the smallest graphs so far have held of them */
     uint64_t most_graph_bytes;  /* what the largest graphs hold; the floor has room for them */
-    uint64_t kv_host_bytes;     /* KV blocks in host memory */
+    uint64_t kv_host_bytes;     /* KV blocks in host memory, which pass through the KV window */
     uint64_t core_bytes;        /* norms, biases and other small weights, always resident */
     uint64_t arena_bytes;       /* resident slabs */
     uint64_t ring_bytes;
@@ -152,7 +149,7 @@ FSD_API fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes);
 
 /* The placement of shards that are not resident, by tier, and the size of the ring (0: as it is). Tiers ascend by
  * min_tokens; the first has 0. Stream-only mode is an exact plan whose placements are all FSD_STREAMED: results have the same
- * bits at every budget; then no tier may attend on the CPU. A plan that is not exact lets the inner device fuse more nodes. Default: stream-only.
+ * bits at every budget. A plan that is not exact lets the inner device fuse more nodes. Default: stream-only.
  * In graphs of few tokens part of the ring is the expert cache. Of the experts that are not in it and whose shard is FSD_CPU,
  * the share expert_stream_share in [0, 1] is copied into it and computed by the device; the CPU computes the others. */
 FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards, uint64_t ring_bytes,
@@ -335,12 +332,11 @@ FSD_API fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, doubl
 
 typedef struct {
     uint32_t struct_size;
-    int32_t type;         /* set by the caller: the ggml type of keys and values */
-    double kv_bytes;      /* one token: bytes of the KV cache per second */
-    double flops;         /* prefill */
-    double host_kv_bytes; /* as kv_bytes, on the CPU over keys and values in host memory */
+    int32_t type;    /* set by the caller: the ggml type of keys and values */
+    double kv_bytes; /* one token: bytes of the KV cache per second */
+    double flops;    /* prefill */
 } fsd_attention_rates;
-/* Flash attention on the inner device over n_kv cells; its rates are 0 if the device has none for the type. */
+/* Flash attention on the inner device over n_kv cells. Both rates are 0 if the device has none for the type. */
 FSD_API fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
                                        double seconds, fsd_attention_rates *rates);
 

@@ -277,12 +277,8 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
             (i == 0 ? tiers[i].min_tokens != 0 : tiers[i].min_tokens <= tiers[i - 1].min_tokens)) {
             return fail(FSD_BAD_ARGUMENT, "tiers must ascend by min_tokens from 0, and each needs placements");
         }
-        if (tiers[i].attend_on_cpu > 1 || (tiers[i].attend_on_cpu && exact)) {
-            return fail(FSD_BAD_ARGUMENT, "attend_on_cpu is 0 or 1, and 0 in an exact plan");
-        }
         Tier t;
         t.min_tokens = tiers[i].min_tokens;
-        t.attend_on_cpu = tiers[i].attend_on_cpu != 0;
         t.placement.assign(tiers[i].placement, tiers[i].placement + n_shards);
         for (uint8_t p : t.placement) {
             if (p != FSD_STREAMED && p != FSD_CPU) {

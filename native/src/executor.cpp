@@ -398,13 +398,10 @@ void Executor::take_inputs(const Segment &s) {
 ggml_status Executor::run_cpu(Segment &s) {
     take_inputs(s);
     const double start = Trace::now();
-    for (HostRowNumbers *r : s.row_numbers) {
-        numbers_inside(*r->block, r->whole, r->inside);
-    }
     copy_beside(s);
     ggml_cgraph view = *graph;
-    view.nodes = s.host_nodes.empty() ? view.nodes + s.node0 : s.host_nodes.data();
-    view.n_nodes = s.host_nodes.empty() ? s.node1 - s.node0 : (int)s.host_nodes.size();
+    view.nodes += s.node0;
+    view.n_nodes = s.node1 - s.node0;
     view.n_leafs = 0;
     view.leafs = nullptr;
     view.uid = 0;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <set>
 
 namespace fsd {
@@ -51,7 +50,6 @@ class Compiler {
         int piece = 0; // index of the row piece, for a matrix that is always computed in row pieces
         bool row_piece = false;
         bool unsupported = false; // the inner device cannot compute it: always on the CPU
-        bool attends = false;     // it uses a KV block in host memory, which the CPU reads and writes there
         std::vector<int> pieces;  // weights needed, in order of use
         size_t bytes = 0;
         uint32_t shard = 0;
@@ -66,11 +64,9 @@ class Compiler {
     };
 
     void survey();
-    void find_attended();
-    bool attended(const ggml_tensor *node) const;
     void cut();
     void add_row_piece_steps(int node, const Needs &needs);
-    bool may_join(const Step &s, const ggml_tensor *node, const Needs &needs, const KvBlock *block) const;
+    bool may_join(const Step &s, const Needs &needs, const KvBlock *block) const;
     void join(Step &s, int node, const Needs &needs, KvBlock *block);
     bool allocate_shadow(std::string &why);
     void lay_segments();
@@ -85,7 +81,7 @@ class Compiler {
     bool on_cpu(uint32_t shard) const { return p.key.tier && p.key.tier->on_cpu(shard) && d.cache.holds_shard(shard); }
     bool on_host(const Step &s) const;
     ggml_tensor *shadow(const ggml_tensor *t);
-    void place_in_cache(ggml_tensor *s, const ggml_tensor *t, char *base, ggml_backend_buffer_t buffer);
+    void place_in_cache(ggml_tensor *s, const ggml_tensor *t);
     void add_shadow_node(const ggml_tensor *node);
     ggml_tensor *twin(const ggml_tensor *t);
     void add_row_piece(const Step &s);
@@ -95,8 +91,6 @@ class Compiler {
     void add_cpu(int step, int node0, int node1);
     void add_group_nodes(ExpertGroup &group);
     void finish_cpu(Segment &seg);
-    void add_host_nodes(Segment &seg);
-    ggml_tensor *in_host_memory(const ggml_tensor *t);
     void push_shadow(ggml_tensor *t);
 
     const Device &d;
@@ -105,8 +99,6 @@ class Compiler {
     Program &p;
     std::vector<Step> steps;
     std::vector<int> step_of;                               // by node
-    std::set<const KvBlock *> attended_blocks;              // that only the CPU uses, in host memory
-    std::set<const ggml_tensor *> fetched_masks;            // in host memory, from an earlier segment
     std::unordered_map<const ggml_tensor *, int> last_user; // root -> last node that reads it
     std::unordered_map<const ggml_tensor *, int> node_at;
     std::set<const ggml_tensor *> escapes; // read outside its part of the graph, or outside the graph
@@ -175,31 +167,6 @@ void Compiler::survey() {
     }
 }
 
-// The KV blocks in host memory that the CPU uses there: their nodes write rows by number or are attention.
-void Compiler::find_attended() {
-    if (d.plan.exact || n_tokens >= kPrefillTokens || !p.key.tier || !p.key.tier->attend_on_cpu) {
-        return;
-    }
-    ggml_backend_dev_t cpu = ggml_backend_get_device(d.cpu);
-    std::set<const KvBlock *> others; // that the device must use, too
-    for (int i = 0; i < g->n_nodes; i++) {
-        const ggml_tensor *n = g->nodes[i];
-        const KvBlock *block = block_of(n);
-        if (!block) {
-            continue;
-        }
-        const KvTensor *written = cached(n);
-        const bool writes = written && writes_rows(n, *written) && ggml_backend_dev_supports_op(cpu, n);
-        const bool suits = block->in_host_memory && !block->stays && (writes || HostAttention::supports(n));
-        (suits ? attended_blocks : others).insert(block);
-    }
-    for (const KvBlock *block : others) {
-        attended_blocks.erase(block);
-    }
-}
-
-bool Compiler::attended(const ggml_tensor *node) const { return attended_blocks.count(block_of(node)) > 0; }
-
 void Compiler::cut() {
     step_of.assign(g->n_nodes, 0);
     bool closed = true; // the next node starts a new step
@@ -222,10 +189,9 @@ void Compiler::cut() {
             // A product with experts' weights is a step of its own, because it may be computed expert by expert.
             const bool alone = n->op == GGML_OP_MUL_MAT_ID && !needs.pieces.empty();
             KvBlock *block = block_of(n);
-            if (closed || alone || !may_join(steps.back(), n, needs, block)) {
+            if (closed || alone || !may_join(steps.back(), needs, block)) {
                 steps.emplace_back();
                 steps.back().node0 = i;
-                steps.back().attends = attended(n);
             }
             join(steps.back(), i, needs, block);
             closed = alone;
@@ -250,8 +216,8 @@ void Compiler::add_row_piece_steps(int node, const Needs &needs) {
 }
 
 // Whether a node may be part of a step that was begun before it.
-bool Compiler::may_join(const Step &s, const ggml_tensor *node, const Needs &needs, const KvBlock *block) const {
-    if ((block && s.block && s.block != block) || (!is_noop(node) && s.attends != attended(node))) {
+bool Compiler::may_join(const Step &s, const Needs &needs, const KvBlock *block) const {
+    if (block && s.block && s.block != block) {
         return false;
     }
     if (needs.pieces.empty() || s.pieces.empty()) {
@@ -311,10 +277,8 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
             }
         }
         s->data = at ? at + ((const char *)t->data - (const char *)root->data) : nullptr;
-    } else if (const KvTensor *c = b && b->kv ? cached(t) : nullptr) {
-        const KvBlock &block = *c->block;
-        place_in_cache(s, t, block.in_host_memory ? d.kv.pane_of(block) : block.base,
-                       block.in_host_memory ? d.kv.window() : block.storage.get());
+    } else if (b && b->kv) {
+        place_in_cache(s, t);
     } else if (b) {
         s->buffer = b->device_buffer();
         s->data = t->data ? b->device_address((size_t)((char *)t->data - b->base)) : nullptr;
@@ -327,11 +291,15 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
     return s;
 }
 
-// Sets the address of a KV tensor, or of a view of one, in what its block holds, which begins at `base`.
-void Compiler::place_in_cache(ggml_tensor *s, const ggml_tensor *t, char *base, ggml_backend_buffer_t buffer) {
+// Sets the address of a KV tensor, or of a view of one, in the storage of its block.
+void Compiler::place_in_cache(ggml_tensor *s, const ggml_tensor *t) {
     const KvTensor *c = cached(t);
+    if (!c) {
+        return;
+    }
     const KvBlock &b = *c->block;
-    s->buffer = buffer;
+    char *base = b.in_host_memory ? d.kv.pane_of(b) : b.base;
+    s->buffer = b.in_host_memory ? d.kv.window() : b.storage.get();
     if (!base) {
         s->data = nullptr; // no node of this graph computes with it
         return;
@@ -546,14 +514,10 @@ void Compiler::add_cpu(int step, int node0, int node1) {
 void Compiler::finish_cpu(Segment &seg) {
     std::set<const ggml_tensor *> made; // roots written in full inside the segment
     std::set<std::pair<const void *, size_t>> seen;
-    const auto in_host_memory = [&](const ggml_tensor *t) {
-        const KvTensor *c = cached(t);
-        return c && attended_blocks.count(c->block) > 0;
-    };
     auto fetch = [&](const ggml_tensor *t) {
         const ggml_tensor *root = root_of(t);
         Buffer *b = buffer_of(root);
-        if (!b || b->weights || !t->data || made.count(root) || ggml_nbytes(t) == 0 || in_host_memory(t)) {
+        if (!b || b->weights || !t->data || made.count(root) || ggml_nbytes(t) == 0) {
             return;
         }
         if (root->type == GGML_TYPE_I64 && root->op == GGML_OP_NONE) {
@@ -569,9 +533,7 @@ void Compiler::finish_cpu(Segment &seg) {
             continue;
         }
         for (int j = 0; j < GGML_MAX_SRC; j++) {
-            // All layers share a mask, which is an input of the graph: the first that needs it fetches it.
-            const bool mask = n->op == GGML_OP_FLASH_ATTN_EXT && j == 3 && n->src[j] && n->src[j]->op == GGML_OP_NONE;
-            if (n->src[j] && (!mask || fetched_masks.insert(n->src[j]).second)) {
+            if (n->src[j]) {
                 fetch(n->src[j]);
             }
         }
@@ -590,60 +552,14 @@ void Compiler::finish_cpu(Segment &seg) {
         Buffer *b = buffer_of(root);
         auto last = last_user.find(root);
         const bool later = last != last_user.end() && last->second >= seg.node1;
-        if (b && !b->weights && !in_host_memory(n) &&
-            (later || escapes.count(root) || escapes.count(n) || is_persistent(n))) {
+        if (b && !b->weights && (later || escapes.count(root) || escapes.count(n) || is_persistent(n))) {
             seg.out.push_back({b, (size_t)((char *)n->data - b->base), ggml_nbytes(n)});
         }
     }
 }
 
-// A tensor of a CPU segment, at its address in host memory if it is in a KV block.
-ggml_tensor *Compiler::in_host_memory(const ggml_tensor *t) {
-    const KvTensor *c = t ? cached(t) : nullptr;
-    if (!c) {
-        return const_cast<ggml_tensor *>(t);
-    }
-    ggml_tensor *s = twin(t);
-    place_in_cache(s, t, c->block->base, c->block->storage.get());
-    return s;
-}
-
-// The nodes of a CPU segment that uses KV blocks in host memory.
-void Compiler::add_host_nodes(Segment &seg) {
-    const auto uses = [&](int node) { return attended(g->nodes[node]); };
-    std::vector<int> nodes(seg.node1 - seg.node0);
-    std::iota(nodes.begin(), nodes.end(), seg.node0);
-    if (std::none_of(nodes.begin(), nodes.end(), uses)) {
-        return;
-    }
-    for (int i : nodes) {
-        ggml_tensor *n = g->nodes[i];
-        if (!uses(i)) {
-            seg.host_nodes.push_back(n);
-            continue;
-        }
-        ggml_tensor *s = cached(n) ? in_host_memory(n) : twin(n);
-        for (int j = 0; j < GGML_MAX_SRC; j++) {
-            s->src[j] = in_host_memory(n->src[j]);
-        }
-        if (n->op == GGML_OP_FLASH_ATTN_EXT) {
-            HostAttention &attention = p.attentions.emplace_back(s, (int)d.n_threads, p.attention_memory);
-            attention.append(p.ctx, seg.host_nodes);
-            seg.bytes += attention.kv_bytes();
-            continue;
-        }
-        p.row_numbers.push_back({n->src[1], cached(n)->block, {}});
-        p.row_numbers.back().inside.resize((size_t)n->src[1]->ne[0]);
-        seg.row_numbers.push_back(&p.row_numbers.back());
-        s->src[1] = twin(n->src[1]);
-        s->src[1]->data = p.row_numbers.back().inside.data();
-        seg.host_nodes.push_back(s);
-    }
-}
-
 // Splits neighbouring steps whose shards the plan computes on the CPU. Products with the shards' weights run on the CPU, and
-// so do nodes that depend on them and do not touch the KV cache, and those that use KV blocks in host memory; the others run
-// on the GPU.
+// so do nodes that depend on them and do not touch the KV cache; the others run on the GPU.
 void Compiler::lower_cpu_steps(int step, int node0, int node1) {
     std::set<const ggml_tensor *> on_host;
     int run0 = node0;
@@ -668,7 +584,7 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
             touches_kv = touches_kv || (n->src[j] && is_persistent(n->src[j]));
             follows = follows || (n->src[j] && on_host.count(root_of(n->src[j])));
         }
-        const bool cpu = host_weight || attended(n) || (run_cpu && !gpu_weight && follows && !touches_kv);
+        const bool cpu = host_weight || (run_cpu && !gpu_weight && follows && !touches_kv);
         if (cpu) {
             on_host.insert(root_of(n));
         }
@@ -683,12 +599,11 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
     close(node1);
 }
 
-// A step runs on the CPU if the plan places any of its pieces there that is not resident, or if it uses a KV block there.
+// A step runs on the CPU if the plan places any of its pieces there that is not resident.
 bool Compiler::on_host(const Step &s) const {
-    const bool on_cpu = std::any_of(s.pieces.begin(), s.pieces.end(), [&](int piece) {
-        return !d.arena.resident(piece) && this->on_cpu(d.weights.layout.pieces[piece].shard);
+    return !s.unsupported && std::any_of(s.pieces.begin(), s.pieces.end(), [&](int piece) {
+        return !d.arena.resident(piece) && on_cpu(d.weights.layout.pieces[piece].shard);
     });
-    return !s.unsupported && (on_cpu || s.attends);
 }
 
 // Finds the graph's expert groups, and chooses those that are computed expert by expert: in graphs of few tokens, the groups
@@ -849,7 +764,6 @@ bool Compiler::lower(std::string &why) {
     for (Segment &seg : p.segments) {
         if (seg.cpu) {
             finish_cpu(seg);
-            add_host_nodes(seg);
             continue;
         }
         if (seg.entry >= 0) {
@@ -911,8 +825,7 @@ bool Compiler::allocate_shadow(std::string &why) {
         }
     }
     const size_t n_graph = g->n_nodes + extra;
-    const size_t n_host = attended_blocks.size() * (2 * GGML_MAX_SRC); // nodes that use a block, and their operands
-    const size_t n_tensors = (size_t)g->n_nodes * (1 + GGML_MAX_SRC / 2) + 5 * extra + n_host;
+    const size_t n_tensors = (size_t)g->n_nodes * (1 + GGML_MAX_SRC / 2) + 5 * extra;
     ggml_init_params params = {};
     params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_graph * 5, false);
     params.no_alloc = true;
@@ -928,7 +841,6 @@ bool Compiler::allocate_shadow(std::string &why) {
 
 bool Compiler::compile(std::string &why) {
     survey();
-    find_attended();
     cut();
     return allocate_shadow(why) && lower(why);
 }

@@ -115,8 +115,8 @@ bool KvStore::fits(int64_t more) {
 }
 
 // All blocks, those first that stay in VRAM longest. However many have moved to host memory, they are spread evenly over the
-// layers, so that copies and the CPU's attention have the computing of other layers beside them: the multiples of the golden
-// ratio, modulo 1, divide their range evenly at any number of them.
+// layers, so that copies have the computing of other layers beside them: the multiples of the golden ratio, modulo 1, divide
+// their range evenly at any number of them.
 std::vector<KvBlock *> KvStore::last_to_spill() const {
     constexpr double kGoldenRatio = 0.6180339887498949;
     std::vector<std::pair<double, KvBlock *>> order;
@@ -334,14 +334,6 @@ bool writes_rows(const ggml_tensor *node, const KvTensor &c) {
            node->ne[1] * node->ne[2] == c.cells * c.streams && node->ne[3] == 1 && node->src[0]->ne[2] == 1;
 }
 
-void numbers_inside(const KvBlock &b, const ggml_tensor *whole, std::vector<int64_t> &inside) {
-    const int64_t *numbers = (const int64_t *)whole->data;
-    inside.assign(numbers, numbers + whole->ne[0]);
-    for (int64_t &n : inside) {
-        n = n / b.group->cells * b.cells + n % b.group->cells;
-    }
-}
-
 static KvAccess access_of(const ggml_cgraph *graph) {
     KvAccess a;
     const auto want = [&](KvGroup *g, int64_t stream0, int64_t streams, int64_t cells) {
@@ -447,7 +439,11 @@ bool KvStore::prepare(const KvAccess &a) {
             continue; // row numbers of the first stream are the same in both
         }
         inner_.synchronize();
-        numbers_inside(b, r.numbers, inside);
+        const int64_t *numbers = (const int64_t *)r.numbers->data;
+        inside.assign(numbers, numbers + r.numbers->ne[0]);
+        for (int64_t &n : inside) {
+            n = n / r.group->cells * b.cells + n % r.group->cells;
+        }
         const Buffer *buffer = buffer_of(r.numbers);
         const size_t at = (size_t)((char *)r.numbers->data - buffer->base);
         inner_.upload(nullptr, buffer->device_buffer(), buffer->device_address(at), inside.data(),

@@ -30,9 +30,6 @@ struct KvAccess {
 // Whether a node writes rows by number into all of a cached tensor, the numbers being an input that the host knows.
 bool writes_rows(const ggml_tensor *node, const KvTensor &c);
 
-// Row numbers of a whole tensor become those of what a block has storage for.
-void numbers_inside(const KvBlock &b, const ggml_tensor *whole, std::vector<int64_t> &inside);
-
 // All methods but host_bytes() need the caller to hold the graph mutex.
 class KvStore {
   public:

@@ -12,7 +12,6 @@ namespace fsd {
 struct Tier {
     uint32_t min_tokens = 0;
     std::vector<uint8_t> placement; // fsd_placement by shard; shards behind its end are streamed
-    bool attend_on_cpu = false;     // over keys and values in host memory
 
     bool on_cpu(uint32_t shard) const { return shard < placement.size() && placement[shard] == FSD_CPU; }
 };

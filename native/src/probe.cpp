@@ -334,44 +334,6 @@ static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int
     return seconds;
 }
 
-// The same for one query on the CPU, over KV caches in host memory. 0 if it cannot.
-static double host_attention_seconds(Device &d, ggml_type type, int64_t head_dim, int64_t n_head, int64_t n_head_kv,
-                                     int64_t n_kv, int count, double budget_s) {
-    const int n_tensors = 7 * count + 2; // views included
-    ggml_init_params params = {};
-    params.mem_size = (size_t)n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false);
-    params.no_alloc = true;
-    ggml_context *ctx = ggml_init(params);
-    ggml_tensor *q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, head_dim, 1, n_head);
-    ggml_tensor *mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_kv, 1);
-    std::vector<ggml_tensor *> attended, nodes;
-    for (int i = 0; i < count; i++) {
-        ggml_tensor *kv[2];
-        for (ggml_tensor *&cache : kv) { // a cell has the rows of all heads
-            cache = ggml_new_tensor_3d(ctx, type, head_dim, n_head_kv, n_kv);
-            cache = ggml_permute(ctx, cache, 0, 2, 1, 3);
-        }
-        attended.push_back(ggml_flash_attn_ext(ctx, q, kv[0], kv[1], mask, 0.1f, 0.0f, 0.0f));
-    }
-    InnerBuffer memory(ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_cpu_buffer_type()));
-    double seconds = 0;
-    if (memory && HostAttention::supports(attended[0])) {
-        ggml_backend_buffer_clear(memory.get(), 0);
-        std::vector<float> scratch;
-        std::deque<HostAttention> attentions;
-        ggml_cgraph *graph = ggml_new_graph_custom(ctx, n_tensors, false);
-        for (const ggml_tensor *node : attended) {
-            attentions.emplace_back(node, (int)d.n_threads, scratch).append(ctx, nodes);
-        }
-        for (ggml_tensor *node : nodes) {
-            ggml_graph_add_node(graph, node);
-        }
-        seconds = timed(budget_s, [&] { ggml_backend_graph_compute(d.cpu, graph); }) / count;
-    }
-    ggml_free(ctx);
-    return seconds;
-}
-
 } // namespace fsd
 
 using namespace fsd;
@@ -537,12 +499,7 @@ extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int6
     const double one = attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, 1, count, seconds / 2);
     const int64_t n_q = d.inner.quirks.probe_queries;
     const double many = attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, n_q, 1, seconds / 2);
-    // So many caches that those of the processor do not hold them.
-    const int n_host = std::max(1, (int)((double)d.inner.quirks.probe_bytes / bytes));
-    const double on_host =
-        stopped() ? 0 : host_attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, n_host, seconds / 2);
     r->kv_bytes = one > 0 ? bytes / one : 0;
-    r->host_kv_bytes = on_host > 0 ? bytes / on_host : 0;
     r->flops = many > 0 ? 4.0 * (double)(head_dim * n_head * n_q * n_kv) / many : 0;
     return stopped() ? FSD_STOPPED : FSD_OK;
 }

@@ -2,11 +2,9 @@
 #pragma once
 
 #include "expert_cache.h"
-#include "host_attention.h"
 #include "inner.h"
 #include "plan.h"
 
-#include <deque>
 #include <memory>
 #include <vector>
 
@@ -48,15 +46,8 @@ struct ExpertGroup {
     const ggml_tensor *weight(size_t product) const { return products[product]->src[0]; }
 };
 
-// Numbers of KV rows, an input of the graph, for nodes that write to a block in host memory.
-struct HostRowNumbers {
-    const ggml_tensor *whole; // as the graph has them: rows of a tensor with all cells
-    const KvBlock *block;
-    std::vector<int64_t> inside; // rows of the block's storage
-};
-
 // A run of nodes on one device. GPU segments are a range of the program's shadow nodes, CPU segments a range of the
-// original graph's nodes, or nodes of their own where these use KV blocks in host memory.
+// original graph's nodes.
 struct Segment {
     bool cpu = false;
     bool row_piece = false;              // the segment is one row piece of a matrix and nothing else
@@ -69,11 +60,9 @@ struct Segment {
     const ggml_tensor *chosen = nullptr; // the choice of experts, where the entry is a tensor of experts
     KvBlock *block = nullptr;            // KV block in host memory, copied to the window before and written back after
     uint64_t uid = 0;
-    uint64_t bytes = 0;                    // of weights, and of keys and values that the CPU reads
-    std::vector<Span> in, out;             // CPU: activations to copy from the device before and to the device after
-    std::vector<ggml_tensor *> host_nodes; // CPU: instead of the graph's, if there are any
-    std::vector<HostRowNumbers *> row_numbers; // of these nodes
-    std::vector<HostRows> rows;                // by `out`
+    uint64_t bytes = 0;         // of weights
+    std::vector<Span> in, out;  // CPU: activations to copy from the device before and to the device after
+    std::vector<HostRows> rows; // by `out`
 };
 
 // What a program depends on beside the weights.
@@ -105,9 +94,6 @@ struct Program {
     size_t entry_capacity = 0; // of the ring; the rest is the expert cache
     std::vector<ExpertGroup> groups;
     ExpertArena arena;
-    std::deque<HostAttention> attentions;
-    std::deque<HostRowNumbers> row_numbers;
-    std::vector<float> attention_memory;
     ggml_cgraph *shadow = nullptr; // owned by ctx
     ggml_context *ctx = nullptr;
 };

@@ -3,11 +3,10 @@
     python profiles/tools/regret.py MODEL.gguf --device CUDA0 --threads 14 --vram-budget 4GiB --context 1024 --json
 
 An arrangement differs from the plan in what a decoded token depends on: the size of the ring (and with it how many
-weights are resident and how many experts are cached), the kinds and layers that the CPU computes, the share of missing
-experts that is copied, and who attends to keys and values in host memory. A prompt is read once for each budget. Then
-each arrangement is adopted, filled, and decodes the last tokens of the context after the same prompt. The best few and
-the plan are measured again in turns, because the best of many noisy figures is too good; the ratio is that of these
-medians.
+weights are resident and how many experts are cached), the kinds and layers that the CPU computes, and the share of
+missing experts that is copied. A prompt is read once for each budget. Then each arrangement is adopted, filled, and
+decodes the last tokens of the context after the same prompt. The best few and the plan are measured again in turns,
+because the best of many noisy figures is too good; the ratio is that of these medians.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def arrangements(plan: Plan, layout: Layout) -> list[Arrangement]:
     found: dict[object, Arrangement] = {}
     for name, other in [(PLANNED, plan), *_others(plan, layout)]:
         tier = other.tiers[0]
-        key = (other.ring_bytes, tier.placements[plan.resident :], other.expert_stream_share, tier.attend_on_cpu)
+        key = (other.ring_bytes, tier.placements[plan.resident :], other.expert_stream_share)
         found.setdefault(key, Arrangement(name, other))
     return list(found.values())
 
@@ -86,10 +85,6 @@ def _others(plan: Plan, layout: Layout) -> Iterator[tuple[str, Plan]]:
     if any(layout.ladder[i].kind == "experts" for i in order):
         for share in SHARES:
             yield f"{share:.0%} of missing experts copied", replace(plan, expert_stream_share=share)
-    tier = plan.tiers[0]
-    for attends in (True, False):
-        name = f"{'the CPU attends' if attends else 'no CPU that attends'} to host memory"
-        yield name, replace(plan, tiers=(replace(tier, attend_on_cpu=attends), *plan.tiers[1:]))
 
 
 def _moves(planned: Sequence[int], order: list[int], layout: Layout) -> Iterator[tuple[str, dict[int, int]]]:

@@ -27,7 +27,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-INTERFACE_VERSION = 5
+INTERFACE_VERSION = 6
 
 
 class _Config(ctypes.Structure):
@@ -51,11 +51,7 @@ class _ShardTensor(ctypes.Structure):
 
 
 class _Tier(ctypes.Structure):
-    _fields_ = (
-        ("min_tokens", ctypes.c_uint32),
-        ("placement", ctypes.POINTER(ctypes.c_uint8)),
-        ("attend_on_cpu", ctypes.c_uint32),
-    )
+    _fields_ = (("min_tokens", ctypes.c_uint32), ("placement", ctypes.POINTER(ctypes.c_uint8)))
 
 
 class HostPath(enum.IntEnum):
@@ -166,7 +162,6 @@ class AttentionRates:
 
     kv_bytes: float
     flops: float
-    host_kv_bytes: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +239,6 @@ class _AttentionRates(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("kv_bytes", ctypes.c_double),
         ("flops", ctypes.c_double),
-        ("host_kv_bytes", ctypes.c_double),
     )
 
 
@@ -743,7 +737,7 @@ class ShardDevice:
 
     def set_plan(
         self,
-        tiers: Sequence[tuple[int, Sequence[int], bool]],
+        tiers: Sequence[tuple[int, Sequence[int]]],
         ring_bytes: int,
         expert_stream_share: float = 0.0,
         *,
@@ -751,9 +745,8 @@ class ShardDevice:
     ) -> None:
         """Sets the plan.
 
-        :param tiers: for each the fewest tokens of a graph, the placement of each shard while it is not resident, and
-            whether the CPU computes attention over keys and values in host memory, in graphs of few tokens. Ascending,
-            starting with 0 tokens.
+        :param tiers: for each the fewest tokens of a graph, and the placement of each shard while it is not resident.
+            Ascending, starting with 0 tokens.
         :param ring_bytes: size of the ring; 0 for no change.
         :param expert_stream_share: from 0 to 1. It concerns single experts on the CPU: this share of them is copied to
             the device instead.
@@ -761,12 +754,12 @@ class ShardDevice:
             operations.
         """
         n_shards = len(tiers[0][1]) if tiers else 0
-        if any(len(p) != n_shards for _, p, _ in tiers):
+        if any(len(p) != n_shards for _, p in tiers):
             raise errors.BadArgument("every tier needs one placement for each shard")
-        placements = [(ctypes.c_uint8 * max(n_shards, 1))(*p) for _, p, _ in tiers]
+        placements = [(ctypes.c_uint8 * max(n_shards, 1))(*p) for _, p in tiers]
         array = (_Tier * max(len(tiers), 1))()
-        for i, (least, _, attend) in enumerate(tiers):
-            array[i] = _Tier(least, ctypes.cast(placements[i], ctypes.POINTER(ctypes.c_uint8)), attend)
+        for i, (least, _) in enumerate(tiers):
+            array[i] = _Tier(least, ctypes.cast(placements[i], ctypes.POINTER(ctypes.c_uint8)))
         self._check(
             self._lib.fsd_set_plan(
                 array,
@@ -905,7 +898,7 @@ class ShardDevice:
     def probe_attention(
         self, head_dim: int, n_head: int, n_head_kv: int, ggml_type: int, n_cells: int, seconds: float
     ) -> AttentionRates:
-        """Measures attention on the inner device and on the CPU, with ``n_cells`` KV cells of one type.
+        """Measures attention on the inner device, with ``n_cells`` KV cells of one type.
 
         :param n_cells: a multiple of 256.
         :raises BadArgument: an argument has a wrong value.
@@ -914,7 +907,7 @@ class ShardDevice:
         raw = _AttentionRates(struct_size=ctypes.sizeof(_AttentionRates), type=ggml_type)
         shape = (ctypes.c_int64(n) for n in (head_dim, n_head, n_head_kv, n_cells))
         self._probed(self._lib.fsd_probe_attention(*shape, ctypes.c_double(seconds), ctypes.byref(raw)))
-        return AttentionRates(raw.kv_bytes, raw.flops, raw.host_kv_bytes)
+        return AttentionRates(raw.kv_bytes, raw.flops)
 
     def look(self, ggml_type: int, rows: int, cols: int) -> LookRates:
         """Measures copies and a few products in a fraction of a second. Raises the errors of :meth:`probe_product`."""

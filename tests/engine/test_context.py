@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from engine_driver import engine, text
 
 MIB = 1 << 20
@@ -117,60 +116,3 @@ def test_a_prompt_does_not_wait_for_a_plan(model_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == [0, True, 0, True, 1]
-
-
-ATTEND = """
-import dataclasses, json, sys
-import numpy as np
-from frameshard.engine.placement import Placement
-from frameshard.engine.runtime import Runtime
-from frameshard.wire.engine import EngineConfig
-
-adopt = Placement.adopt
-
-def attending(self, plan):  # whatever it predicts
-    tiers = (dataclasses.replace(tier, attend_on_cpu=tier.min_tokens < 32) for tier in plan.tiers)
-    adopt(self, dataclasses.replace(plan, tiers=tuple(tiers)))
-
-Placement.adopt = attending
-config = EngineConfig(
-    model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=64, n_parallel=1, n_threads=1, kv_type=sys.argv[2]
-)
-with Runtime.load(config) as runtime:
-    device = runtime.device
-    full, floor = device.stats().full_bytes, device.stats().floor_bytes
-    on_host, copied = [], []
-
-    def answer(budgets):
-        rows = []
-        runtime.clear(0)
-        device.set_budget(full)
-        runtime.decode_tokens(0, list(range(100, 700)))
-        for i, budget in enumerate(budgets):
-            device.set_budget(budget)
-            runtime.placement.replan()
-            device.fill()
-            before = device.stats().kv_copied_bytes
-            rows.append(runtime.decode_tokens(0, [1000 + 7 * i])[0].astype(np.float64))
-            on_host.append(device.stats().kv_host_bytes)
-            copied.append(device.stats().kv_copied_bytes - before)
-        rows = np.array(rows) - np.max(rows, axis=1, keepdims=True)
-        return rows - np.log(np.exp(rows).sum(1, keepdims=True))
-
-    resident = answer([full] * 9)
-    changing = answer([full, floor, floor, floor, full, full, floor, (floor + full) // 2, full])
-    kl = (np.exp(resident) * (resident - changing)).sum(1).max()
-    print(json.dumps([float(kl), on_host[9:], max(copied)]))
-"""
-
-
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_the_cpu_attends_to_keys_and_values_on_the_host(model_path: Path, kv_type: str) -> None:
-    """Layers move to host memory and back in mid-text. No decode copies their keys and values."""
-    command = [sys.executable, "-c", ATTEND, str(model_path), kv_type]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    kl, on_host, copied = json.loads(result.stdout)
-    assert 0 < kl < 0.02
-    assert on_host[0] == on_host[4] == on_host[8] == 0 < min(*on_host[1:4], on_host[6])
-    assert copied == 0

@@ -27,8 +27,7 @@ with Runtime.load(config) as runtime:
     runtime.decode([Rows(0, [1])])  # which may make a plan of its own
     # All three lanes have work: half of what is left out goes to the CPU, and the ring cannot keep the other half.
     n = len(runtime.placement.plan.tiers[0].placements)
-    ring_bytes = lay_out(runtime.model_info, "emulated").min_ring_bytes
-    device.set_plan([(0, [1 + (i % 2) for i in range(n)], False)], ring_bytes)
+    device.set_plan([(0, [1 + (i % 2) for i in range(n)])], lay_out(runtime.model_info, "emulated").min_ring_bytes)
     runtime.decode([Rows(0, [1])])
     before = device.stats()
     device.start_trace()

@@ -1,5 +1,5 @@
 // Tests of the KV cache with graphs as llama.cpp builds them. It takes VRAM only for the cells in use, and results have
-// the same bits as those of ggml-cpu, except where the CPU attends to keys and values in host memory.
+// the same bits as those of ggml-cpu.
 #include "apart.h"
 #include "check.h"
 #include "device.h"
@@ -224,25 +224,7 @@ struct Session {
     void decode(Batch b) {
         const std::vector<float> result = net->decode(b), wanted = expected->decode(b);
         CHECK(std::isfinite(wanted[0]));
-        if (!attends) {
-            CHECK(result == wanted);
-            return;
-        }
-        double error = 0, size = 0;
-        for (size_t i = 0; i < wanted.size(); i++) {
-            error += std::pow(result[i] - wanted[i], 2);
-            size += std::pow(wanted[i], 2);
-        }
-        // ggml-cpu sums 16-bit values with 16 bits, and rounds queries to the type of quantised keys.
-        CHECK(error < (net->k[0]->type == GGML_TYPE_F16 ? 1e-3 : 5e-2) * size);
-    }
-
-    // A plan in which the CPU computes attention over keys and values in host memory.
-    void attend_on_cpu(fsd_placement placement) {
-        const std::vector<uint8_t> placements(kLayers + 1, placement);
-        const fsd_tier tier = {0, placements.data(), 1};
-        CHECK(fsd_set_plan(&tier, 1, kLayers + 1, 0, 0.0, 0) == FSD_OK);
-        attends = true;
+        CHECK(result == wanted);
     }
 
     void check_ledger() {
@@ -266,7 +248,6 @@ struct Session {
     std::vector<ggml_fp16_t> file;
     ggml_backend_t cpu, backend;
     std::unique_ptr<Net> net, expected;
-    bool attends = false;
     uint64_t floor = 0, full = 0;
 };
 
@@ -362,51 +343,6 @@ SCENARIO(what_has_no_room_passes_through_the_window) {
     }
 }
 
-void spill_all() {
-    while (fsd::device().kv.spill_block()) {
-    }
-    CHECK(stats().kv_host_bytes > 0);
-}
-
-// Keys and values in host memory are not copied for graphs of few tokens: the CPU computes with them where they are.
-SCENARIO(the_cpu_attends_to_keys_and_values_in_host_memory) {
-    for (ggml_type kv : {GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0}) {
-        for (fsd_placement placement : {FSD_STREAMED, FSD_CPU}) {
-            CHECK(run_apart([kv, placement] {
-                      Session s(kv);
-                      s.attend_on_cpu(placement);
-                      s.check({0, 1, 300});
-                      spill_all();
-                      const fsd_stats before = stats();
-                      for (int n : {1, 1, 1, 5, 2}) {
-                          s.check({0, 1, n});
-                      }
-                      // Several sequences: their cells lie elsewhere in the blocks than in what llama.cpp sees.
-                      s.check({1, 2, 15});
-                      s.check({2, 1, 3});
-                      s.check({0, 3, 1});
-                      CHECK(stats().kv_copied_bytes == before.kv_copied_bytes);
-                      CHECK(stats().cpu_segments > before.cpu_segments);
-                      // A prompt finds what they have written, and passes it through the window.
-                      s.check({0, 3, 100});
-                      CHECK(stats().kv_copied_bytes > before.kv_copied_bytes);
-                      s.check({0, 3, 1});
-                      CHECK(fsd_park() == FSD_OK && fsd_unpark() == FSD_OK);
-                      s.check({0, 3, 1});
-                      spill_all();
-                      s.check({0, 3, 1});
-                      CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().kv_host_bytes == 0);
-                      s.check({0, 3, 1});
-                      s.set_budget(s.floor);
-                      s.check({0, 3, 200});
-                      s.check({0, 3, 1});
-                      CHECK(stats().kv_host_bytes > 0);
-                      return 0;
-                  }) == 0);
-        }
-    }
-}
-
 // However many blocks are in host memory, no two of them are neighbours while there are others to choose from.
 SCENARIO(blocks_in_host_memory_are_spread_over_the_layers) {
     Session s;
@@ -428,11 +364,8 @@ SCENARIO(blocks_in_host_memory_are_spread_over_the_layers) {
     s.check({0, 1, 1});
 }
 
-void converse(unsigned seed, bool budgets_beside, bool attends) {
+void converse(unsigned seed, bool budgets_beside) {
     Session s(GGML_TYPE_F16, 2);
-    if (attends) {
-        s.attend_on_cpu(FSD_CPU);
-    }
     std::mt19937 random(seed);
     std::atomic<bool> done{false};
     std::thread changer;
@@ -484,13 +417,9 @@ void converse(unsigned seed, bool budgets_beside, bool attends) {
     s.check({0, 1, 1});
 }
 
-SCENARIO(conversations_of_all_lengths_come_and_go) { converse(21, false, false); }
+SCENARIO(conversations_of_all_lengths_come_and_go) { converse(21, false); }
 
-SCENARIO(budgets_change_while_conversations_grow) { converse(22, true, false); }
-
-SCENARIO(the_cpu_attends_while_conversations_come_and_go) { converse(23, false, true); }
-
-SCENARIO(the_cpu_attends_while_budgets_change) { converse(24, true, true); }
+SCENARIO(budgets_change_while_conversations_grow) { converse(22, true); }
 
 // Reads and writes the cache as llama.cpp does when it saves and restores a sequence.
 SCENARIO(caches_are_read_and_written_from_outside) {

@@ -433,7 +433,7 @@ struct Session {
             decode[i] = random() % 2 ? FSD_STREAMED : FSD_CPU;
             batches[i] = random() % 2 ? FSD_STREAMED : FSD_CPU;
         }
-        const fsd_tier tiers[] = {{0, decode.data(), 0}, {5, batches.data(), 0}};
+        const fsd_tier tiers[] = {{0, decode.data()}, {5, batches.data()}};
         CHECK(fsd_set_plan(tiers, 2, n_shards, (random() % 4) * kPieceBytes, (random() % 5) * 0.25, random() % 2) ==
               FSD_OK);
     }
@@ -559,7 +559,7 @@ SCENARIO(what_the_cpu_has_computed_takes_no_turn_on_the_link) {
     Session s(config_of(0));
     s.commit();
     const std::vector<uint8_t> on_cpu(s.n_shards, FSD_CPU);
-    const fsd_tier tier = {0, on_cpu.data(), 0};
+    const fsd_tier tier = {0, on_cpu.data()};
     CHECK(fsd_set_plan(&tier, 1, s.n_shards, 0, 0.0, 0) == FSD_OK && fsd_set_budget(s.floor, 0) == FSD_OK);
     uint64_t sent[2], rows = 0;
     for (const bool kernels : {false, true}) {
@@ -824,7 +824,7 @@ SCENARIO(a_model_can_go_while_the_arena_fills) {
 SCENARIO(calls_out_of_order) {
     fsd_config config = config_of(0);
     const uint8_t placement[1] = {FSD_STREAMED};
-    const fsd_tier tier = {0, placement, 0};
+    const fsd_tier tier = {0, placement};
     fsd_stats st = {};
     CHECK(fsd_get_stats(&st) == FSD_BAD_ARGUMENT); // struct_size is not set
     CHECK(stats().used_bytes == 0);
@@ -862,12 +862,11 @@ SCENARIO(calls_out_of_order) {
     CHECK(fsd_commit() == FSD_BAD_STATE);
     CHECK(fsd_set_shards(nullptr, 0, 1) == FSD_BAD_STATE);
     const uint8_t bad_placement[1] = {0};
-    const fsd_tier bad[] = {
-        {1, placement, 0}, {0, nullptr, 0}, {0, bad_placement, 0}, {0, placement, 1}, {0, placement, 2}};
+    const fsd_tier bad[] = {{1, placement}, {0, nullptr}, {0, bad_placement}};
     for (const fsd_tier &t : bad) {
         CHECK(fsd_set_plan(&t, 1, 1, 0, 0, 1) == FSD_BAD_ARGUMENT);
     }
-    const fsd_tier descending[] = {{0, placement, 0}, {0, placement, 0}};
+    const fsd_tier descending[] = {{0, placement}, {0, placement}};
     CHECK(fsd_set_plan(descending, 2, 1, 0, 0, 1) == FSD_BAD_ARGUMENT);
     s.check_conversation();
 }
@@ -909,7 +908,7 @@ int with_refused_allocation(uint64_t k) {
         s.check_ledger();
     };
     std::vector<uint8_t> placement(s.n_shards, FSD_STREAMED);
-    const fsd_tier tier = {0, placement.data(), 0};
+    const fsd_tier tier = {0, placement.data()};
     for (uint64_t ring : {2 * kPieceBytes, 5 * kPieceBytes}) {
         for (uint64_t budget : {(s.floor + s.full) / 2, s.full, s.floor}) {
             CHECK(fsd_set_budget(budget, 0) == FSD_OK);

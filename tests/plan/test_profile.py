@@ -30,6 +30,14 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["profile.json"]
 
 
+def test_measurements_of_another_version_are_left_out() -> None:
+    """The CPU's attention over keys and values in host memory was measured once."""
+    document = json.loads(PROFILE.to_json())
+    document["attention"]["64 x 8:2"]["host_kv_bytes"] = [1e9, 2e9]
+    document["products"]["Q4_0 1024x512"]["npu_flops"] = [1e9]
+    assert Profile.from_json(json.dumps(document)) == PROFILE
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

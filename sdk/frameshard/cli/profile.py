@@ -82,7 +82,6 @@ def table(profile: Profile) -> str:
             f"{'attention ' + name + ', cells':32}" + _cells(attention.cells),
             f"{'  one token, GB/s of KV':32}" + _cells(rate / 1e9 for rate in attention.kv_bytes),
             f"{'  prompt, TFLOP/s':32}" + _cells(rate / 1e12 for rate in attention.flops),
-            f"{'  one token, CPU, GB/s of KV':32}" + _cells(rate / 1e9 for rate in attention.host_kv_bytes),
         ]
     lines.append(f"{'hand-off to the CPU and back, us':32}{profile.handoff_s * 1e6:10.4g}")
     return "\n".join(lines)

@@ -249,7 +249,7 @@ class Placement:
     def adopt(self, plan: Plan) -> None:
         """Gives a plan to the device. Call it between decodes."""
         self._plan = plan
-        tiers = [(tier.min_tokens, tier.placements, tier.attend_on_cpu) for tier in plan.tiers]
+        tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
         self.device.set_plan(tiers, plan.ring_bytes, plan.expert_stream_share, exact=self.mode == "stream_only")
         self._ring_planned = self.device.stats().ring_bytes
 

@@ -227,7 +227,6 @@ class Measurements:
                 tuple(each),
                 tuple(rates.kv_bytes for rates in each.values()),
                 tuple(rates.flops for rates in each.values()),
-                tuple(rates.host_kv_bytes for rates in each.values() if rates.host_kv_bytes > 0),
             )
 
     def _of_the_machine(self) -> Profile:

@@ -41,9 +41,6 @@ _INPUT = 0.5  # hand-offs for the experts' input: it is copied because the CPU m
 # The least time of the CPU for the experts of a layer, or for its router: the CPU's threads synchronise after each of
 # about six operations. Measured with 14 threads on the H100 machine.
 _MEETINGS_S = {"experts": 70e-6, "shared": 70e-6}
-# The same for the CPU's attention over keys and values in host memory: about four operations.
-_ATTEND_MEETINGS_S = 45e-6
-_ATTEND_LANES = 8  # queries that the CPU's attention computes together
 # The time in which the host starts one copy. With experts it starts a dozen in each layer before the CPU begins. On an
 # H100 machine a second thread that started them let the CPU begin 40 us earlier.
 _START_S = 4e-6
@@ -58,8 +55,7 @@ class Conditions:
     :param ring: bytes of the ring.
     :param n_ctx_used: tokens of context that each decoded token attends to.
     :param turn_s: seconds of one hand-off to the CPU and back.
-    :param kv_room: the most bytes of the KV cache in VRAM. The rest passes through the KV window in every graph, or the
-        CPU attends to it.
+    :param kv_room: the most bytes of the KV cache in VRAM. The rest passes through the KV window in every graph.
     :param kv_held: bytes of the whole KV cache, with its room for further tokens.
     :param routing: the share of a layer's choices that each expert gets, descending. Empty: all experts the same.
     :param kv_type: the type of the KV cache.
@@ -116,24 +112,21 @@ class Costs:
         copy: list[Floats] = []
         device: list[Floats] = []
         cpu: list[Floats] = []
-        resident_s = memory_s = 0.0
+        resident_s = kv_copy_s = memory_s = 0.0
         for n_tokens, n_before, n_seq in graphs:
             graph = self.at(n_tokens, n_before, n_seq)
             copy.append(graph.fetched * left_out / profile.h2d)
             device.append(graph.on_device * left_out)
             cpu.append(graph.on_host * left_out * graph.uncached)
-            # Keys and values in host memory are copied, or the CPU attends to them.
-            spilled = graph.attention_s * graph.host_kv.share
-            copy.append(np.array([graph.host_kv.copy_s]))
-            device.append(np.array([spilled]))
-            cpu.append(np.array([graph.host_kv.attend_s]))
-            resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s - spilled
+            resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
+            kv_copy_s += graph.host_kv.copy_s
             memory_s += graph.memory_s
         least_s = roofline.least_seconds(
             np.concatenate(copy),
             np.concatenate(device),
             np.concatenate(cpu) if may_use_cpu else None,
             resident_s=resident_s,
+            copied_s=kv_copy_s,
             memory_s=memory_s if may_use_cpu else 0.0,
         )
         return max(least_s, len(graphs) * self.disk_s)
@@ -172,19 +165,15 @@ def _first(values: Floats, n: float) -> float:
 
 @dataclass(frozen=True)
 class _HostKv:
-    """Keys and values in host memory: they are copied to the device, or the CPU attends to them.
+    """Keys and values in host memory, which are copied to the device.
 
     :param n_bytes: their bytes.
-    :param share: their share of all keys and values.
     :param copy_s: the time to copy them.
-    :param attend_s: the time of the CPU's attention.
     :param n_layers: the number of layers whose keys and values they are.
     """
 
     n_bytes: float
-    share: float
     copy_s: float
-    attend_s: float
     n_layers: float
 
 
@@ -266,7 +255,7 @@ class Graph:
     def _attend(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
         """Sets the times of attention, and those of keys and values in host memory."""
         model, conditions = costs.layout.model, costs.conditions
-        head_dim, n_head, n_head_kv = heads = heads_of(model)
+        head_dim, n_head, _ = heads = heads_of(model)
         each = n_tokens / n_seq
         kv_rate, flops_rate = costs.profile.attention_rates(heads, n_before + each / 2, conditions.kv_type)
         flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
@@ -275,13 +264,8 @@ class Graph:
         # Whole layers are in host memory.
         left_out = max(1 - conditions.kv_room / max(kv_read, conditions.kv_held, 1.0), 0.0)
         n_layers = float(np.ceil(left_out * model.n_layer))
-        share = n_layers / max(model.n_layer, 1)
-        on_host = kv_read * share
-        shared = n_head // max(n_head_kv, 1)
-        times = -(-shared * each // _ATTEND_LANES) / max(-(-shared // _ATTEND_LANES), 1)
-        rate = costs.profile.host_attention_rate(heads, n_before + each, conditions.kv_type)
-        attend_s = on_host / rate * max(times, 1.0)
-        self.host_kv = _HostKv(on_host, share, on_host / costs.profile.h2d, attend_s, n_layers)
+        on_host = kv_read * n_layers / max(model.n_layer, 1)
+        self.host_kv = _HostKv(on_host, on_host / costs.profile.h2d, n_layers)
 
     def _single_experts(
         self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats
@@ -337,29 +321,22 @@ class Graph:
         asked_s = costs.conditions.turn_s + _WITHIN_S * predicted_cached * shards.n_tensors
         return np.where(experts.missing, streamed_s, costs.copy_s), asked_s, share_copied
 
-    def seconds(self, on_cpu: Mask, best: float = float("inf"), *, attend: bool = False) -> float:
+    def seconds(self, on_cpu: Mask, best: float = float("inf")) -> float:
         """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
         and the others are streamed.
 
-        :param attend: the CPU attends to keys and values in host memory; otherwise they are copied to the device.
         :param best: if the time is at least this, the result may be any number from ``best`` up, which is quicker.
         """
         cpu = on_cpu[self._order] & self._left_out & (self._costs.disk_share[self._order] == 0)
         streamed = self._left_out & ~cpu
-        kv = self.host_kv
-        always_s, kv_copy_s, attend_s, hides_s = self._always_s, kv.copy_s, 0.0, 0.0
-        if attend:
-            always_s += kv.n_layers * self.handoff_s - self.attention_s * kv.share
-            kv_copy_s, attend_s = 0.0, kv.attend_s + kv.n_layers * _ATTEND_MEETINGS_S
-            # While the CPU attends, copies go on until the ring is full.
-            hides_s = 0.0 if self._cpu_copies else min(attend_s, kv.n_layers * self._beside_s)
+        kv_copy_s = self.host_kv.copy_s
         copy = float(self._copy_s @ streamed) + kv_copy_s
-        host = float(self._cpu_s @ cpu) + attend_s
+        host = float(self._cpu_s @ cpu)
         # Adjacent shards on the CPU save a hand-off.
         handoffs = self._handoffs.copy()
         handoffs[1:] -= cpu[:-1]
         turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
-        device = float(turns.sum()) + always_s
+        device = float(turns.sum()) + self._always_s
         # Copies and the CPU share host memory. Each is slowed down for the share of time in which the other works.
         both = max(copy, device + host)
         host_slower = 1 + self._cpu_slowdown * min(copy / both, 1.0)
@@ -380,7 +357,7 @@ class Graph:
         # one is not complete then, the device waits for it.
         starts = np.flatnonzero(streamed)
         meanwhile = np.maximum((turns if self._cpu_copies else work) - taken, 0.0)
-        uses = meanwhile[starts] + (always_s + hides_s) / len(starts)
+        uses = meanwhile[starts] + self._always_s / len(starts)
         gaps = np.add.reduceat(meanwhile, starts) - meanwhile[starts]
         gaps[-1] += meanwhile[: starts[0]].sum()
         copies = self._copy_s[starts] * copy_slower + max(kv_copy_s - held_s, 0.0) / len(starts)

@@ -64,8 +64,6 @@ class TierPlan:
     :param placements: for each shard of the ladder, STREAMED or CPU: its placement while it is not resident.
     :param predicted_s: predicted time of a graph of ``n_tokens``.
     :param bound_s: lower bound of that time.
-    :param attend_on_cpu: the CPU computes attention over keys and values in host memory; otherwise these pass through
-        the KV window.
 
     The ``n_`` fields count shards, and the ``_bytes`` fields their bytes, for each placement at the plan's budget. A
     shard that is partly resident is counted with the placement of its other part.
@@ -76,7 +74,6 @@ class TierPlan:
     placements: tuple[int, ...] = field(repr=False)
     predicted_s: float
     bound_s: float
-    attend_on_cpu: bool
     n_resident: int
     n_streamed: int
     n_cpu: int
@@ -193,7 +190,7 @@ class Plan:
     def _graph_seconds(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int, n_rows: int = 0) -> float:
         tier = next(tier for tier in reversed(self.tiers) if n_tokens >= tier.min_tokens)
         on_cpu = np.array(tier.placements, dtype=np.int8) == CPU
-        return costs.at(n_tokens, n_before, n_seq, n_rows).seconds(on_cpu, attend=tier.attend_on_cpu)
+        return costs.at(n_tokens, n_before, n_seq, n_rows).seconds(on_cpu)
 
 
 def make_plan(
@@ -346,12 +343,13 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatc
         if decode and mode == "planned"
         else np.zeros(len(costs.layout.ladder), dtype=np.bool_)
     )
-    best, on_cpu = _best_split(costs, graph, evicted, mode, attend=False)
-    attend = False
-    if mode == "planned" and graph.host_kv.share > 0 and min_tokens < costs.layout.sizes.prefill_tokens:
-        attending, split = _best_split(costs, graph, evicted, mode, attend=True)
-        if attending < best:
-            best, on_cpu, attend = attending, split, True
+    best, on_cpu = float("inf"), evicted
+    for choice in _splits(costs) if mode == "planned" else [evicted]:
+        seconds = graph.seconds(choice, best)
+        if seconds < best:
+            best, on_cpu = seconds, choice
+    if mode == "planned":
+        best, on_cpu = _improved(costs, graph, best, on_cpu)
     share, n_bytes = costs.resident_share, costs.shards.n_bytes
     left_out = share < 1.0
     placements = np.where(np.where(left_out, on_cpu, evicted), CPU, STREAMED)
@@ -363,7 +361,6 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatc
         placements=tuple(placements.tolist()),
         predicted_s=best,
         bound_s=costs.bound([(n_tokens, n_before, n_seq)], may_use_cpu=mode == "planned"),
-        attend_on_cpu=attend,
         n_resident=int((~left_out).sum()),
         n_streamed=int(streamed.sum()),
         n_cpu=int(cpu.sum()),
@@ -371,21 +368,6 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatc
         streamed_bytes=round(float((n_bytes * (1 - share))[streamed].sum())),
         cpu_bytes=round(float((n_bytes * (1 - share))[cpu].sum())),
     )
-
-
-def _best_split(costs: Costs, graph: Graph, evicted: Mask, mode: Mode, *, attend: bool) -> tuple[float, Mask]:
-    """The best set of shards on the CPU that is found.
-
-    :param evicted: the set in ``stream_only``, in which there is no choice.
-    :param attend: the CPU attends to keys and values in host memory.
-    :returns: the predicted time, and the shards on the CPU.
-    """
-    best, on_cpu = float("inf"), evicted
-    for choice in _splits(costs) if mode == "planned" else [evicted]:
-        seconds = graph.seconds(choice, best, attend=attend)
-        if seconds < best:
-            best, on_cpu = seconds, choice
-    return _improved(costs, graph, best, on_cpu, attend=attend) if mode == "planned" else (best, on_cpu)
 
 
 def _splits(costs: Costs) -> Iterator[Mask]:
@@ -409,7 +391,7 @@ def _splits(costs: Costs) -> Iterator[Mask]:
             on_cpu[members] = True
 
 
-def _improved(costs: Costs, graph: Graph, best: float, on_cpu: Mask, *, attend: bool) -> tuple[float, Mask]:
+def _improved(costs: Costs, graph: Graph, best: float, on_cpu: Mask) -> tuple[float, Mask]:
     """Improves a split: moves each shard to or from the CPU, in the order of use, and keeps what is quicker. It tries
     each shard alone, and in exchange with the shard before it.
 
@@ -421,7 +403,7 @@ def _improved(costs: Costs, graph: Graph, best: float, on_cpu: Mask, *, attend: 
             other = on_cpu.copy()
             other[[i, *also]] = ~other[[i, *also]]
             if not also or other[i] != other[also[0]]:
-                seconds = graph.seconds(other, best, attend=attend)
+                seconds = graph.seconds(other, best)
                 if seconds < best:
                     best, on_cpu = seconds, other
         before = [i]

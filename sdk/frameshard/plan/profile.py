@@ -38,10 +38,6 @@ _MEMORY_OVER_READ = 1.25
 # The time of one kernel launch in a graph with hundreds of them. On an H100 it was the time of a token with all weights
 # resident, minus the time to read the weights, divided by the kernels.
 _KERNEL_S = 2e-6
-# The rate of the CPU's attention over 16-bit keys and values, relative to reads by the CPU alone: 25 to 29 and 73 to 84
-# GB/s on two H100 machines with 14 threads and 8,192 cells. For quantised types it computes as many values per second.
-# It is used with profiles in which that was not measured.
-_ATTENTION_OF_READ = 0.33
 _MOST_KINDS = 3  # at most so many kinds of weights are measured for one model
 _LEAST_SHARE = 0.1  # a kind with a smaller share of the model's bytes gets the rates of the most similar one
 
@@ -66,18 +62,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """The rates of flash attention on the device, and on the CPU over keys and values in host memory.
+    """The rates of flash attention on the device.
 
     :param cells: the measured numbers of KV cells, ascending.
     :param kv_bytes: bytes/s at which a decode of one token reads the KV cache, for each number of cells.
     :param flops: FLOP/s of a prefill, for each number of cells.
-    :param host_kv_bytes: as ``kv_bytes``, for the CPU; empty if not measured.
     """
 
     cells: tuple[int, ...]
     kv_bytes: tuple[float, ...]
     flops: tuple[float, ...]
-    host_kv_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,8 +129,7 @@ class Profile:
             parse_kind(key)
             _check_curve(key, product.tokens, product.cpu_flops, product.gpu_flops)
         for key, attention in self.attention.items():
-            on_host = [attention.host_kv_bytes] if attention.host_kv_bytes else []
-            _check_curve(key, attention.cells, attention.kv_bytes, attention.flops, *on_host)
+            _check_curve(key, attention.cells, attention.kv_bytes, attention.flops)
         if self.copies:
             sizes = tuple(map(int, self.copies.get("piece_bytes", ())))
             _check_curve("copies", sizes, tuple(self._weight_copies))
@@ -252,17 +245,6 @@ class Profile:
         kv_bytes, flops = _at(at, known.cells, known.kv_bytes), _at(at, known.cells, known.flops)
         return float(kv_bytes[0]) * of_16_bits, float(flops[0])
 
-    def host_attention_rate(self, heads: tuple[int, int, int], cells: float, kv_type: KvType = "f16") -> float:
-        """The bytes/s at which the CPU reads keys and values in host memory in a decode of one token, with ``cells`` KV
-        cells. If it was not measured, it is a share of the rate of reads by the CPU.
-
-        :param heads: as from :func:`heads_of`.
-        """
-        known = self.attention.get(heads_name(heads, kv_type))
-        if known is None or not known.host_kv_bytes:
-            return self.dram * _ATTENTION_OF_READ * kv_value_bytes(kv_type) / 2
-        return float(_at(np.array([max(cells, 1.0)]), known.cells, known.host_kv_bytes)[0])
-
     def seen_by(self, model: Model) -> Profile:
         """The same profile for one model: the plain rates, such as ``cpu_gemv``, become those of the model's most
         frequent kind of weights."""
@@ -334,7 +316,9 @@ _RATES = tuple(each.name for each in fields(Profile) if each.type == "float")
 
 
 def _curves(kind: Any, values: Mapping[str, Any]) -> Any:
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    """Reads measurements. What only another version measures is left out."""
+    known = ((each.name, values[each.name]) for each in fields(kind) if each.name in values)
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known})
 
 
 def _check_curve(key: str, at: tuple[int, ...], *rates: tuple[float, ...]) -> None:

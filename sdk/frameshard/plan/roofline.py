@@ -22,7 +22,13 @@ _DEVICE_WEIGHTS = np.linspace(0.0, 1.0, 9)
 
 
 def least_seconds(
-    copy_s: Floats, device_s: Floats, cpu_s: Floats | None, *, resident_s: float, memory_s: float = 0.0
+    copy_s: Floats,
+    device_s: Floats,
+    cpu_s: Floats | None,
+    *,
+    resident_s: float,
+    copied_s: float = 0.0,
+    memory_s: float = 0.0,
 ) -> float:
     """The least time in seconds for all pieces.
 
@@ -30,14 +36,16 @@ def least_seconds(
     :param device_s: the time of the device for each piece, if it is copied.
     :param cpu_s: the time of the CPU for each piece, if it is not copied; ``None`` if the CPU may not be used.
     :param resident_s: other work of the device.
+    :param copied_s: other copies.
     :param memory_s: the time of host memory to read all pieces once.
     """
     if cpu_s is None:
-        return max(float(copy_s.sum()), float(device_s.sum()) + resident_s, memory_s)
+        return max(float(copy_s.sum()) + copied_s, float(device_s.sum()) + resident_s, memory_s)
     share = np.linspace(0.0, 1.0, _SHARES + 1)[:, None]
     best = memory_s
     for weight in _DEVICE_WEIGHTS:
         streamed = (1 - weight) * share * copy_s + weight * device_s
         computed = (1 - weight) * (1 - share) * cpu_s
-        best = max(best, float(np.minimum(streamed, computed).sum(axis=1).max()) + weight * resident_s)
+        cheaper = np.minimum(streamed, computed).sum(axis=1) + (1 - weight) * share[:, 0] * copied_s
+        best = max(best, float(cheaper.max()) + weight * resident_s)
     return best
