@@ -105,14 +105,28 @@ def model_path() -> Path:
         return models.resolve("smollm2-135m")
 
 
-@pytest.fixture
-def own_model(model_path: Path) -> Iterator[Path]:
-    """A copy of the model whose pages no other process uses. It lies in the cache, since the directory for temporary
+@contextmanager
+def own_copy(model: Path) -> Iterator[Path]:
+    """A copy of a model whose pages no other process uses. It lies in the cache, since the directory for temporary
     files may be in memory, and is on disk: the cache can drop its pages."""
     with tempfile.TemporaryDirectory(dir=models.models_dir().parent) as directory:
-        copy = Path(shutil.copy(model_path, Path(directory) / "model.gguf"))
+        copy = Path(shutil.copy(model, Path(directory) / "model.gguf"))
         with open(copy, "rb+") as file:
             os.fsync(file.fileno())
+        yield copy
+
+
+@pytest.fixture
+def own_model(model_path: Path) -> Iterator[Path]:
+    """SmolLM2, as a copy of the test's own."""
+    with own_copy(model_path) as copy:
+        yield copy
+
+
+@pytest.fixture
+def own_deep_model(deep_model: Path) -> Iterator[Path]:
+    """The deep model, as a copy of the test's own."""
+    with own_copy(deep_model) as copy:
         yield copy
 
 
@@ -155,6 +169,17 @@ def tiny_model() -> Callable[[str], Path]:
     """Gives the file of a model by its name in ``tiny_models.ARCHS``."""
     source = Path(tiny_models.__file__)
     return lambda name: made(f"tiny-{name}", source, lambda path: tiny_models.make(name, path))
+
+
+@pytest.fixture(scope="session")
+def deep_model() -> Path:
+    """A tiny dense model with 16 layers, which can be placed in many ways, and a chat template. A token of it takes a
+    twentieth of the time of one of SmolLM2."""
+    return made(
+        "tiny-deep",
+        Path(tiny_models.__file__),
+        lambda path: tiny_models.make("llama", path, n_layer=16, chat_template=tiny_models.CHATML),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -352,13 +352,16 @@ ARCHS: dict[str, Tiny] = {
 }
 
 
-def make(name: str, path: Path, *, chat_template: str = "", marks: Mapping[str, int] | None = None) -> None:
+def make(
+    name: str, path: Path, *, n_layer: int = 0, chat_template: str = "", marks: Mapping[str, int] | None = None
+) -> None:
     """Writes the model ``name`` of :data:`ARCHS` to ``path``.
 
+    :param n_layer: 0 for as many layers as :data:`ARCHS` has.
     :param marks: further tokens, with their types as GGUF has them: 3 for a control token, 4 for a user-defined one.
     """
     tiny = ARCHS[name]
-    file = _File(name, path, tiny.arch, tiny.n_layer, tiny.n_embd, marks)
+    file = _File(name, path, tiny.arch, n_layer or tiny.n_layer, tiny.n_embd, marks)
     if chat_template:
         file.add_chat_template(chat_template)
     tiny.fill(file)

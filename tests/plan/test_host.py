@@ -6,6 +6,7 @@ import json
 import mmap
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,11 +83,11 @@ def test_the_command_line_takes_a_host_budget(model_path: Path, tmp_path: Path) 
     assert small["predicted_decode_tps"] < full["predicted_decode_tps"]
 
 
-def test_both_budgets_are_drawn(model_path: Path, tmp_path: Path) -> None:
+def test_both_budgets_are_drawn(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     path, picture = tmp_path / "profile.json", tmp_path / "surface.svg"
     save(WITH_DISK, path)
-    command = [sys.executable, "-m", "frameshard", "plan", "--model", str(model_path), "--profile", str(path)]
-    command += ["--vram-budget", "60", "--ctx", "512", "--parallel", "1", "--host-budget", "40", "--plot", str(picture)]
+    command = [sys.executable, "-m", "frameshard", "plan", "--model", str(tiny_model("llama")), "--profile", str(path)]
+    command += ["--vram-budget", "9", "--ctx", "512", "--parallel", "1", "--host-budget", "4", "--plot", str(picture)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "planning with" in result.stderr  # it takes some seconds
