@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_driver import EngineProcess, text, user
+from engine_driver import EngineProcess, ids, user
 
 CASTLE = user("Who lives in the old castle?")
 FIELDS: dict[str, object] = {
@@ -19,19 +19,19 @@ FIELDS: dict[str, object] = {
 }
 
 
-def test_each_refused_allocation_of_loading(model_path: Path) -> None:
+def test_each_refused_allocation_of_loading(deep_model: Path) -> None:
     outcomes = []
     answers = set()
     for k in range(1, 13):
         child = EngineProcess(faults=f"alloc={k}")
         try:
-            event = child.load(model_path, **FIELDS)
+            event = child.load(deep_model, **FIELDS)
             if event["ev"] == "fatal":
                 assert event["error"]["name"] == "out_of_memory"
                 assert event["error"]["retriable"] is True
                 assert child.process.wait(30) == 3
             else:  # the memory was for a slab of the arena, and the engine continues without it
-                answers.add(text(child.run(CASTLE, params={"max_tokens": 8})))
+                answers.add(tuple(ids(child.run("Once upon a time", params={"max_tokens": 8}))))
                 assert child.stats()["peak_bytes"] <= 100 << 20
             outcomes.append(event["ev"])
         finally:

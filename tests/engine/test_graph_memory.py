@@ -18,14 +18,14 @@ import numpy as np
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 
-tokens = [300 + 7 * i % 4000 for i in range(1000)]
+tokens = [300 + 7 * i % 700 for i in range(1000)]
 config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=512, n_parallel=1, n_threads=1, mode="stream_only",
     vram_budget_bytes=int(sys.argv[2]),
 )
 with Runtime.load(config) as runtime:
     seen, logits = [], []
-    for part in (tokens[:512], tokens[512:514], tokens[514:768], tokens[768:769]):
+    for part in (tokens[:512], tokens[512:514], tokens[514:767], tokens[767:768]):
         logits.append(runtime.decode_tokens(0, part)[-1])
         seen.append(runtime.device.stats())
         if len(part) < 3:
@@ -37,18 +37,18 @@ with Runtime.load(config) as runtime:
 """
 
 
-def test_decoding_has_the_vram_that_prompts_need(model_path: Path) -> None:
+def test_decoding_has_the_vram_that_prompts_need(deep_model: Path) -> None:
     """A prompt evicts weights for its graphs, and afterwards they return. The logits are those without a budget."""
 
     def run(budget_bytes: int) -> tuple[list[dict[str, int]], list[list[float]]]:
-        command = [sys.executable, "-c", PROMPT_AND_ANSWER, str(model_path), str(budget_bytes)]
+        command = [sys.executable, "-c", PROMPT_AND_ANSWER, str(deep_model), str(budget_bytes)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert result.returncode == 0, result.stderr
         stats, logits = json.loads(result.stdout)
         return stats, logits
 
     _, expected = run(0)
-    for budget in (64 * MIB, 90 * MIB):
+    for budget in (20 * MIB, 26 * MIB):
         stats, logits = run(budget)
         prompt, decoded, filled, more, _, filled_again = stats
         assert logits == expected
@@ -61,13 +61,12 @@ def test_decoding_has_the_vram_that_prompts_need(model_path: Path) -> None:
         assert stats[-1]["peak_bytes"] <= budget
 
 
-def test_weights_return_after_a_prompt(model_path: Path) -> None:
+def test_weights_return_after_a_prompt(deep_model: Path) -> None:
     """The engine fills VRAM again when the last prompt is read, also if nothing is decoded afterwards."""
     fields: dict[str, object] = {"device": "emulated", "n_ctx": 1024, "n_parallel": 1, "n_ubatch": 512}
-    with engine(model_path, **fields, vram_budget_bytes=60 * MIB) as child:
+    with engine(deep_model, **fields, vram_budget_bytes=20 * MIB) as child:
         before = child.stats()
-        prompt = "The wind blew over the hills and the old road was empty. " * 32  # less than 512 tokens
-        assert len(ids(child.run(prompt, params={"max_tokens": 1}))) == 1
+        assert len(ids(child.run("a" * 500, params={"max_tokens": 1}))) == 1
         deadline = time.monotonic() + 60
         while child.stats()["graph_bytes"] > before["least_graph_bytes"] + MIB:
             assert time.monotonic() < deadline
@@ -75,4 +74,4 @@ def test_weights_return_after_a_prompt(model_path: Path) -> None:
             child.wait_for("pong")
         after = child.stats()
     assert after["evicted_slabs"] > before["evicted_slabs"]
-    assert after["peak_bytes"] <= 60 * MIB
+    assert after["peak_bytes"] <= 20 * MIB

@@ -10,13 +10,13 @@ import trio
 import frameshard
 
 
-def test_a_load_and_a_long_prompt_tell_how_far_they_are(model_path: Path) -> None:
+def test_a_load_and_a_long_prompt_tell_how_far_they_are(deep_model: Path) -> None:
     loads: list[frameshard.Loading] = []
     progress: list[frameshard.Progress] = []
     short: list[frameshard.Progress] = []
     sampling = frameshard.Sampling(max_tokens=1, temperature=0)
     scope = frameshard.launch(
-        model_path,
+        deep_model,
         device="emulated",
         vram_budget_mb=96,
         n_ctx=1536,
@@ -27,7 +27,7 @@ def test_a_load_and_a_long_prompt_tell_how_far_they_are(model_path: Path) -> Non
 
     async def main() -> None:
         async with scope as client:
-            for text, seen in (("one two " * 550, progress), ("one two " * 200, short)):
+            for text, seen in (("a" * 1100, progress), ("a" * 400, short)):
                 stream = client.complete(text, sampling=sampling)
                 stream.on_progress = seen.append
                 await stream.completed()

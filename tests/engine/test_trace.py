@@ -45,9 +45,9 @@ with Runtime.load(config) as runtime:
 """
 
 
-def test_spans_account_for_all_work(model_path: Path) -> None:
+def test_spans_account_for_all_work(deep_model: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", RECORD, str(model_path)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", RECORD, str(deep_model)], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
