@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,10 @@ def test_the_fingerprint_tells_machines_apart_and_not_models() -> None:
 
 
 def test_measures_what_is_missing_and_all_when_told(
-    model_path: Path, moe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    paths = [str(tiny_model(name)) for name in ("llama", "qwen3moe", "llama")]  # with heads alike
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    paths = map(str, (model_path, moe_path, model_path))
     result = subprocess.run(
         [sys.executable, "-c", PROBE, *paths], capture_output=True, text=True, timeout=300, check=True
     )
@@ -93,9 +94,11 @@ def test_a_device_name_with_rates() -> None:
 
 
 STREAM = """
-import json, sys
+import functools, json, sys
+from frameshard.engine import placement as placing
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
+placing.Measurements = functools.partial(placing.Measurements, seconds=0.5)
 config = EngineConfig(model=sys.argv[1], device="emulated:1", n_ctx=256, n_parallel=1, n_threads=1)
 with Runtime.load(config, budgets=[1 << 40]) as runtime:
     device, placement = runtime.device, runtime.placement
@@ -118,14 +121,15 @@ print(json.dumps({
 
 
 def test_plans_use_the_rate_of_weights_that_cannot_be_pinned(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tiny_model("llama")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     documents = []
     for faults in ("", "unpinned=1", "unpinned=2"):
         monkeypatch.setenv("FRAMESHARD_FAULTS", faults)
         result = subprocess.run(
-            [sys.executable, "-c", STREAM, model_path], capture_output=True, text=True, timeout=300, check=True
+            [sys.executable, "-c", STREAM, path], capture_output=True, text=True, timeout=300, check=True
         )
         documents.append(json.loads(result.stdout))
     pinned, copied, staged = documents
