@@ -151,7 +151,7 @@ async def test_all_jobs_survive_an_engine() -> None:
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, temperature: float) -> None:
-    """The engine is killed once in one answer and four times in another. The texts are those of an undisturbed run."""
+    """The engine is killed four times in one answer. The text is that of an undisturbed run."""
 
     async def main() -> None:
         options = {"device": device, "mode": "stream_only", "n_parallel": 2, "n_ctx": 512, "n_ubatch": 64}
@@ -162,11 +162,10 @@ def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, tem
 
             expected = (await client.ask(prompt, sampling=sampling).completed()).text
             assert len(expected) > 40
-            for deaths in (1, 4):
-                async with client.ask(prompt, sampling=sampling) as stream:
-                    await kill_engine_in_mid_stream(client, stream, *sorted(rng.sample(range(1, 22), deaths)))
-                assert stream.text == expected
-            assert (await client.stats()).broker.engine_restarts == 5
+            async with client.ask(prompt, sampling=sampling) as stream:
+                await kill_engine_in_mid_stream(client, stream, *sorted(rng.sample(range(1, 22), 4)))
+            assert stream.text == expected
+            assert (await client.stats()).broker.engine_restarts == 4
 
     async def bounded() -> None:
         with trio.fail_after(300):
@@ -188,7 +187,7 @@ def test_the_real_engine_killed_between_marks(model_path: Path) -> None:
                 expected = await marked(stream)
             assert expected.replace("|", "") == plain
             assert expected.count("|") > 2
-            for deaths, place in enumerate(range(4, 60, 9), 1):
+            for deaths, place in enumerate(range(4, 60, 13), 1):
                 async with client.ask(prompt, sampling=sampling, sentences=True) as stream:
                     begin = await marked(stream, place)
                     os.kill(await engine_pid(client), signal.SIGKILL)
