@@ -1,5 +1,5 @@
 """The Python programs of the documents run as they are printed. Only the names of models and servers are replaced, and
-they ask for the likeliest text: with a random seed a small model says nothing now and then."""
+they ask for the beginning of the likeliest text: with a random seed a small model says nothing now and then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 MAX_LINES = 15
 """A program that shows one thing is short. Blank lines do not count."""
 
-LIKELIEST = "sampling=frameshard.Sampling(temperature=0)"
+LIKELIEST = "sampling=frameshard.Sampling(temperature=0, max_tokens=64)"
+WHOLE = "sampling=frameshard.Sampling(temperature=0)"
 
 
 def program(document: str, number: int = 0, **names: str) -> list[str]:
@@ -66,7 +67,7 @@ def test_tools(model_path: Path) -> None:
 
 
 def test_thinking(opening_model: Path) -> None:
-    command = program("thinking.md", **{'conversation="thief"': f'conversation="thief", {LIKELIEST}'})
+    command = program("thinking.md", **{'conversation="thief"': f'conversation="thief", {WHOLE}'})
     said = printed([*command, str(opening_model)])
     assert said.startswith("thinks: True")
     n_thought, n_generated = map(int, re.findall(r"(\d+) of (\d+) tokens were thought", said)[0])
@@ -93,7 +94,10 @@ def test_a_client_of_the_http_server(tmp_path: Path, model_path: Path) -> None:
     with sidecar(tmp_path, model=str(model_path), device="emulated") as (connect_file, _), server(connect_file) as http:
         assert http.key is not None
         (tmp_path / "key").write_text(http.key)
-        names = {"127.0.0.1:8080": f"127.0.0.1:{http.port}", 'user="mira",': 'user="mira", temperature=0,'}
+        names = {
+            "127.0.0.1:8080": f"127.0.0.1:{http.port}",
+            'user="mira",': 'user="mira", temperature=0, max_tokens=64,',
+        }
         assert printed(program("http.md", 1, **names), cwd=tmp_path).strip()
 
 
