@@ -41,15 +41,18 @@ def printed(command: list[str], **options: object) -> str:
     """Runs a program to its end, and returns what it has printed."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
     return str(done.stdout)
 
 
 def test_asyncio(model_path: Path) -> None:
-    command = program(
+    """Warnings, of asyncio's debug mode too, are errors in it."""
+    python, *command = program(
         "python.md",
         **{'conversation="mira"': f'conversation="mira", {LIKELIEST}', "ask(question)": f"ask(question, {LIKELIEST})"},
     )
-    answer, others = re.findall(r"(.*)(\[.*\])\n$", printed(command), flags=re.DOTALL)[0]
+    said = printed([python, "-X", "dev", "-W", "error", *command])
+    answer, others = re.findall(r"(.*)(\[.*\])\n$", said, flags=re.DOTALL)[0]
     assert answer.strip()
     assert len([text for text in ast.literal_eval(others) if text]) == 3
 

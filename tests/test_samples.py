@@ -94,16 +94,6 @@ def test_the_innkeeper_remembers_across_saves(model_path: Path, encoder_path: Pa
         assert saved["rows"].shape == (7, 384)
 
 
-def test_the_program_for_memory_runs(model_path: Path, encoder_path: Path, tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "memory.md").read_text(), flags=re.DOTALL)
-    assert len([line for line in block.splitlines() if line.strip()]) <= 15
-    (tmp_path / "memory.py").write_text(block)
-    result = run(str(tmp_path / "memory.py"))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("My goat is called Pip.\n")
-    assert len(result.stdout) > 30
-
-
 def test_the_traders_keep_to_the_rules(model_path: Path) -> None:
     """They call tools. Whatever they call, nothing is made or lost, and each move has an outcome."""
     result = run(str(REPO / "samples" / "traders" / "main.py"), "--model", str(model_path), "--device", "emulated:8")
@@ -126,16 +116,6 @@ def test_hello_runs(model_path: Path) -> None:
     result = run(str(REPO / "samples" / "hello.py"))
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 20
-
-
-def test_the_program_for_asyncio_runs(model_path: Path, tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "python.md").read_text(), flags=re.DOTALL)
-    assert len([line for line in block.splitlines() if line.strip()]) <= 15
-    (tmp_path / "program.py").write_text(block)
-    result = run("-X", "dev", "-W", "error", str(tmp_path / "program.py"))
-    assert result.returncode == 0, result.stderr
-    assert len(result.stdout) > 100
-    assert "Traceback" not in result.stderr
 
 
 def test_hello_says_why_it_cannot_run(tmp_path: Path) -> None:
