@@ -61,9 +61,9 @@ def test_plan_for_another_machine_measures_nothing(model_path: Path, h100: str) 
     assert second.split()[0] == f"{rows[-1]['budget_mb']:.0f}"
 
 
-def test_budgets_below_the_floor_are_shown_beside_others(model_path: Path, h100: str, tmp_path: Path) -> None:
+def test_budgets_below_the_floor_are_shown_beside_others(deep_model: Path, h100: str, tmp_path: Path) -> None:
     """This also holds if ``--ubatch`` is chosen automatically, and in the picture."""
-    args = ("plan", "--model", str(model_path), "--profile", h100, "--vram-budget", "1,520,600,full")
+    args = ("plan", "--model", str(deep_model), "--profile", h100, "--vram-budget", "1,520,600,full")
     plan = document(*args)
     rows = plan["rows"]
     assert isinstance(rows, list)
