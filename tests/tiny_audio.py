@@ -1,5 +1,5 @@
-"""Makes a tower with random weights that hears, for SmolLM2. Its embeddings have no meaning, but different sounds give
-different answers.
+"""Makes a tower with random weights that hears, for the tiny llama. Its embeddings have no meaning, but different
+sounds give different answers.
 
 It has an encoder like Whisper's and Ultravox' projector. 30 s of sound, or less, are 375 tokens.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-WIDTH, FF, LAYERS, MELS, N_POS, HIDDEN, N_EMBD = 128, 512, 3, 80, 1500, 512, 576
+WIDTH, FF, LAYERS, MELS, N_POS, HIDDEN, N_EMBD = 128, 512, 3, 80, 1500, 512, 256
 STACK = 4
 """Positions that become one token. With Ultravox' own number, 8, the pinned libmtmd ends the process: it expects 187
 tokens and computes 188."""
