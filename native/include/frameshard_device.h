@@ -147,6 +147,12 @@ FSD_API fsd_status fsd_unpark(void);
 /* [any thread] Free and total VRAM of the inner device; what other processes use is not free. */
 FSD_API fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes);
 
+/* [any thread] Host memory of the caller's, from and to which tensors are copied at the link's full rate; `memory` is for
+ * fsd_free_pinned. Its bytes are undefined, and in no figure here. FSD_UNSUPPORTED: the inner device has no such memory, or no
+ * more of it. */
+FSD_API fsd_status fsd_take_pinned(uint64_t bytes, void **memory, void **data);
+FSD_API void fsd_free_pinned(void *memory);
+
 /* The placement of shards that are not resident, by tier, and the size of the ring (0: as it is). Tiers ascend by
  * min_tokens; the first has 0. Stream-only mode is an exact plan whose placements are all FSD_STREAMED: results have the same
  * bits at every budget. A plan that is not exact lets the inner device fuse more nodes. Default: stream-only.

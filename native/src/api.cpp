@@ -165,6 +165,22 @@ fsd_status fsd_get_memory(uint64_t *free_bytes, uint64_t *total_bytes) {
     return FSD_OK;
 }
 
+fsd_status fsd_take_pinned(uint64_t bytes, void **memory, void **data) {
+    Device &d = device();
+    if (!d.configured.load() || !memory || !data) {
+        return fail(FSD_BAD_STATE, "fsd_configure comes first");
+    }
+    InnerBuffer pinned = d.inner.host_buffer_type() ? allocate_pinned(d.inner.dev, bytes) : nullptr;
+    if (!pinned) {
+        return fail(FSD_UNSUPPORTED, "no pinned memory of " + std::to_string(bytes) + " bytes");
+    }
+    *data = ggml_backend_buffer_get_base(pinned.get());
+    *memory = pinned.release();
+    return FSD_OK;
+}
+
+void fsd_free_pinned(void *memory) { ggml_backend_buffer_free((ggml_backend_buffer_t)memory); }
+
 static bool is_type(int32_t type) { return type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size((ggml_type)type) > 0; }
 
 // False for what no file can have. The bounds keep every product of sizes below 2^63.

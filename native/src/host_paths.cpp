@@ -141,8 +141,8 @@ bool HostPaths::import_pages(Range &range, char *begin, char *end) {
     return begin >= end;
 }
 
-// Pinned memory of the device; null if there is none. Backends that have no more of it give other memory instead.
-static InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes) {
+// Backends that have no more pinned memory give other memory instead.
+InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes) {
     ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device);
     InnerBuffer memory(ggml_backend_buft_alloc_buffer(host, bytes));
     if (memory && ggml_backend_buffer_get_type(memory.get()) != host) {

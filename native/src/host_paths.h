@@ -61,6 +61,9 @@ class Copiers {
     std::vector<std::thread> threads_;
 };
 
+// Pinned memory of the device, which must have a host buffer type; null if there is no more of it.
+InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes);
+
 class HostPaths {
   public:
     static constexpr size_t kStagingBytes = (size_t)32 << 20; // of the slots

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import enum
 import os
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import metadata
@@ -708,6 +709,20 @@ class ShardDevice:
         free, total = ctypes.c_uint64(), ctypes.c_uint64()
         self._check(self._lib.fsd_get_memory(ctypes.byref(free), ctypes.byref(total)))
         return free.value, total.value
+
+    def take_pinned(self, n_bytes: int) -> NDArray[np.uint8] | None:
+        """Any thread: host memory that the device copies from and to at the link's full rate. Its contents are
+        undefined. It is freed when nothing refers to it any more.
+
+        :returns: shape [n_bytes]; None if the device has no such memory, or no more of it.
+        """
+        memory, data = ctypes.c_void_p(), ctypes.c_void_p()
+        if self._lib.fsd_take_pinned(ctypes.c_uint64(n_bytes), ctypes.byref(memory), ctypes.byref(data)) != 0:
+            return None
+        assert data.value is not None
+        taken = (ctypes.c_uint8 * n_bytes).from_address(data.value)
+        weakref.finalize(taken, self._lib.fsd_free_pinned, memory).atexit = False  # the driver may have ended by then
+        return np.ctypeslib.as_array(taken)
 
     def open_frame_block(self, path: str | None) -> None:
         """Any thread: opens the frame block at ``path``, and paces work by the frames in it. ``None`` closes it.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import trio
 from engine_driver import Event, engine, ids
@@ -73,6 +74,7 @@ def test_more_conversations_than_sequences(tiny_model: Callable[[str], Path]) ->
 COPY = """
 import sys
 import numpy as np
+import numpy.typing as npt
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 
@@ -289,6 +291,30 @@ def test_the_memory_of_a_copy_is_used_again_when_nobody_needs_it() -> None:
     drop(3)
     assert put(10 * MIB, 4) == first
     assert [(each.tokens[0], each.data.min(), each.data.max()) for each in store] == [(4, 4, 4), (2, 2, 2)]
+
+
+def test_pinned_memory_is_used_where_the_device_has_some() -> None:
+    taken: list[int] = []
+
+    def pinned(n_bytes: int) -> npt.NDArray[np.uint8] | None:
+        taken.append(n_bytes)
+        return np.empty(n_bytes, np.uint8) if len(taken) < 3 else None
+
+    store = KvStore(100 * MIB, pinned)
+    first = store.memory(16 * MIB)
+    assert store.held_bytes == 18 * MIB  # all of it takes memory, also what is there to grow into
+    at = first.ctypes.data
+    del first
+    assert store.held_bytes == 18 * MIB
+    again = store.memory(18 * MIB)
+    assert again.ctypes.data == at
+    large = store.memory(80 * MIB)  # no room for more than it needs
+    assert taken == [18 * MIB, 80 * MIB]
+    assert store.held_bytes == 98 * MIB
+    other = store.memory(MIB)  # the device has no more
+    assert len(taken) == 3
+    assert store.held_bytes == 99 * MIB
+    del again, large, other
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each copy has new memory")

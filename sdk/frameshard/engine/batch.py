@@ -90,7 +90,9 @@ class Batcher:
         self._vision = vision
         self._draft = draft
         self._slots = [Slot(seq=seq) for seq in range(runtime.config.n_parallel)]
-        self.store = KvStore(runtime.config.kv_cache_bytes)
+        device = runtime.device
+        pinned = {} if device is None else {"pinned": device.take_pinned}
+        self.store = KvStore(runtime.config.kv_cache_bytes, **pinned)
         self.reuse = Reuse(runtime, self._slots, self.store)
         """Which KV cells are where."""
         self._queued: collections.deque[Job] = collections.deque()

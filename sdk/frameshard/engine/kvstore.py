@@ -6,7 +6,8 @@ within a limit of bytes (launch option ``kv_cache_bytes``). It makes no copies i
 
 A copy to host memory is limited by the memory's pages: the kernel clears each one when it is first written to. On a
 machine that copies 18 GB/s into used pages, new pages give 11 GB/s if they are large (2 MiB) and 2.6 GB/s if they are
-small. So the store keeps the pages of a copy that was dropped for the next copy, within its limit.
+small. So the store keeps the pages of a copy that was dropped for the next copy, within its limit. A GPU copies to
+pinned memory several times as fast as to other memory, so the pages are pinned where the device has such memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ ROOM = 2
 """Pages are reserved for this many times the bytes of a copy: the next copy of a conversation is larger. Pages that
 were never written to take no memory."""
 
+PINNED_ROOM = 9 / 8
+"""The same for pinned pages. All of them take memory."""
+
+Pinned = npt.NDArray[np.uint8]
+
 
 @dataclass(eq=False, kw_only=True)
 class Blob(Cells):
@@ -48,14 +54,16 @@ class _Pages:
     """[any thread] Memory for copies. That of the last copy which nobody refers to any more is kept for the next one.
 
     :param has_room: whether so many bytes may be kept.
+    :param pinned: gives pinned memory of so many bytes, or None.
     """
 
-    def __init__(self, has_room: Callable[[int], bool]) -> None:
+    def __init__(self, has_room: Callable[[int], bool], pinned: Callable[[int], Pinned | None]) -> None:
         self._has_room = has_room
-        self._kept: tuple[mmap.mmap, int] | None = None
+        self._pinned = pinned
+        self._kept: tuple[mmap.mmap | Pinned, int] | None = None
         self._lock = threading.RLock()  # a copy may be freed inside of a call
         self.live_bytes = 0
-        """The bytes of all copies that something refers to."""
+        """The bytes of the memory of all copies that something refers to."""
 
     @property
     def held_bytes(self) -> int:
@@ -74,44 +82,63 @@ class _Pages:
 
         :raises MemoryError: there is none.
         """
-        if sys.platform != "linux" or not n_bytes:
-            return self._counted(np.empty(n_bytes, np.uint8), None)
+        if not n_bytes:
+            return np.empty(0, np.uint8)
         with self._lock:
             kept, self._kept = self._kept, None
-        if kept is not None and n_bytes <= len(kept[0]):
-            pages = kept[0]
+        pages = None if kept is None else kept[0]
+        if pages is None or n_bytes > len(pages):
+            kept = pages = None  # too small: freed before other pages are written to
+            pages = self._take_pinned(n_bytes)
+            pages = self._map(n_bytes) if pages is None else pages
+        elif sys.platform == "linux" and isinstance(pages, mmap.mmap):
             beyond = -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if beyond < len(pages):
                 pages.madvise(mmap.MADV_DONTNEED, beyond)  # an earlier copy may have been larger
+        held_bytes = n_bytes
+        if isinstance(pages, np.ndarray):
+            # Not a slice: a slice of it would keep the pages alive, but not the finalizer.
+            data, held_bytes = np.frombuffer(pages.data, np.uint8, n_bytes), pages.nbytes
         else:
-            kept = None  # too small: freed before other pages are written to
-            try:
-                pages = mmap.mmap(-1, n_bytes * ROOM, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except OSError as error:
-                raise MemoryError from error
-            with contextlib.suppress(OSError):  # a kernel without large pages
-                pages.madvise(mmap.MADV_HUGEPAGE)
-                pages.madvise(mmap.MADV_DONTDUMP)  # by this it is told from emulated VRAM: see hostcount.py
-        return self._counted(np.frombuffer(pages, np.uint8, n_bytes), pages)
-
-    def _counted(self, data: npt.NDArray[np.uint8], pages: mmap.mmap | None) -> npt.NDArray[np.uint8]:
+            data = np.empty(n_bytes, np.uint8) if pages is None else np.frombuffer(pages, np.uint8, n_bytes)
         with self._lock:
-            self.live_bytes += data.nbytes
+            self.live_bytes += held_bytes
             if not self._has_room(self.kept_bytes):  # kept by another thread meanwhile
                 self._kept = None
-        weakref.finalize(data, self._freed, pages, data.nbytes)
+        weakref.finalize(data, self._freed, pages, held_bytes)
         return data
+
+    def _take_pinned(self, n_bytes: int) -> Pinned | None:
+        roomy = int(n_bytes * PINNED_ROOM)
+        return self._pinned(roomy if self._has_room(roomy) else n_bytes)
+
+    @staticmethod
+    def _map(n_bytes: int) -> mmap.mmap | None:
+        """Pages of this process; None where the system has no such calls.
+
+        :raises MemoryError: there are none.
+        """
+        if sys.platform != "linux":
+            return None
+        try:
+            pages = mmap.mmap(-1, n_bytes * ROOM, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError from error
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            pages.madvise(mmap.MADV_DONTDUMP)  # by this it is told from emulated VRAM: see hostcount.py
+        return pages
 
     def drop(self) -> None:
         """Frees what is kept."""
         self._kept = None
 
-    def _freed(self, pages: mmap.mmap | None, n_bytes: int) -> None:
-        """Called when nothing refers to a copy of ``n_bytes`` any more."""
+    def _freed(self, pages: mmap.mmap | Pinned | None, held_bytes: int) -> None:
+        """Called when nothing refers to a copy whose memory has ``held_bytes`` any more."""
         with self._lock:
-            self.live_bytes -= n_bytes
-            if pages is not None and self._has_room(n_bytes):
-                self._kept = pages, n_bytes
+            self.live_bytes -= held_bytes
+            if pages is not None and self._has_room(held_bytes):
+                self._kept = pages, held_bytes
 
 
 class KvStore:
@@ -121,14 +148,15 @@ class KvStore:
     evicted blob can go on using it.
 
     :param limit_bytes: the most bytes of all blobs, and of the memory kept for the next one; 0: none are kept.
+    :param pinned: gives pinned memory of so many bytes, or None.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, pinned: Callable[[int], Pinned | None] = lambda n_bytes: None) -> None:
         self.limit_bytes = limit_bytes
         self._strict = False
         self._lock = threading.RLock()
         self._blobs: list[Blob] = []  # the most recently used last
-        self._pages = _Pages(self.has_room)
+        self._pages = _Pages(self.has_room, pinned)
         self._bytes = self._hits = self._evictions = 0
 
     def __iter__(self) -> Iterator[Blob]:
