@@ -541,7 +541,7 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     }
     *stats = d.counters.read();
     stats->struct_size = sizeof(fsd_stats);
-    stats->kv_host_bytes = d.kv.host_bytes();
+    stats->kv_host_bytes = d.kv.spilled_bytes();
     stats->evicted_slabs = d.arena.n_evicted.load();
     stats->filled_slabs = d.arena.n_filled.load();
     stats->budget_generation = d.requests.rounds();

@@ -323,6 +323,7 @@ void Device::apply_host_budget() {
         return;
     }
     host.bring_into_force();
+    kv.allow_spares(host.budget() == 0);
     if (committed || parked) {
         open_cache();
         balance_host();
@@ -421,6 +422,9 @@ size_t Device::fill(size_t max_bytes) {
     }
     if (done < max_bytes) {
         done += arena.fill(want.slabs, max_bytes - done);
+    }
+    if (done < max_bytes) {
+        done += kv.add_spare();
     }
     update_placements();
     return done;

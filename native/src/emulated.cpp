@@ -291,7 +291,16 @@ void declare_accesses([[maybe_unused]] const ggml_cgraph *graph) {
                 __tsan_read_range(src->data, ggml_nbytes(src));
             }
         }
-        __tsan_write_range(node->data, ggml_nbytes(node));
+        const ggml_tensor *rows = node->op == GGML_OP_SET_ROWS ? node->src[1] : nullptr;
+        if (rows != nullptr && rows->type == GGML_TYPE_I64 &&
+            ggml_nrows(rows) == 1) { // the others may be read meanwhile
+            for (int64_t r = 0; r < rows->ne[0]; r++) {
+                char *row = (char *)node->data + (size_t)((const int64_t *)rows->data)[r] * node->nb[1];
+                __tsan_write_range(row, ggml_row_size(node->type, node->ne[0]));
+            }
+        } else {
+            __tsan_write_range(node->data, ggml_nbytes(node));
+        }
     }
 #endif
 }

@@ -21,7 +21,7 @@ uint64_t HostLedger::beside_cache() const {
     return tower_.load() + pinned + kv_.host_bytes();
 }
 
-uint64_t HostLedger::used() const { return weights() + inner_.pinned_bytes() + kv_.host_bytes(); }
+uint64_t HostLedger::used() const { return weights() + inner_.pinned_bytes() + kv_.host_bytes() + kv_.spare_bytes(); }
 
 uint64_t HostLedger::floor() const {
     if (!committed_.load()) {

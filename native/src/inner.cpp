@@ -63,7 +63,8 @@ bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
 bool Inner::open_streams() {
     compute = compute ? compute : ggml_backend_dev_init(dev, nullptr);
     copy = copy ? copy : ggml_backend_dev_init(dev, nullptr);
-    return compute && copy;
+    mirror = mirror || quirks.one_queue ? mirror : ggml_backend_dev_init(dev, nullptr);
+    return compute && copy && (mirror || quirks.one_queue);
 }
 
 void Inner::close_streams() {
@@ -71,10 +72,14 @@ void Inner::close_streams() {
         ggml_backend_synchronize(copy);
         ggml_backend_synchronize(compute);
     }
+    if (mirror) {
+        ggml_backend_synchronize(mirror);
+    }
     host_paths.close();
+    ggml_backend_free(mirror);
     ggml_backend_free(copy);
     ggml_backend_free(compute);
-    copy = compute = nullptr;
+    mirror = copy = compute = nullptr;
 }
 
 HostPath Inner::attach(void *p, size_t bytes, bool may_pin) {
@@ -129,6 +134,12 @@ void Inner::wait_for_copies() {
     copied = copied ? copied : ggml_backend_event_new(dev);
     ggml_backend_event_record(copied, copy);
     ggml_backend_event_wait(compute, copied);
+}
+
+void Inner::mirror_waits() {
+    computed = computed ? computed : ggml_backend_event_new(dev);
+    ggml_backend_event_record(computed, compute);
+    ggml_backend_event_wait(mirror, computed);
 }
 
 char *Inner::staging(size_t bytes) {

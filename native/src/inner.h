@@ -98,6 +98,8 @@ class Inner {
     void synchronize();
     // The compute stream waits for all copies queued so far; the host does not.
     void wait_for_copies();
+    // The mirror stream waits for all computing queued so far; the host does not.
+    void mirror_waits();
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
     char *staging(size_t bytes);
     // [any thread] Host memory that is held for copies: staging memory, and that of the host paths.
@@ -109,14 +111,16 @@ class Inner {
     Quirks quirks = {};
     size_t copy_bytes = 0;                            // the largest copy while the host is not paced
     ggml_backend_t compute = nullptr, copy = nullptr; // the streams
-    bool compute_pending = false;                     // work was queued on the compute stream since synchronize()
+    ggml_backend_t mirror = nullptr; // copies from the device beside both; null where they share a queue
+    bool compute_pending = false;    // work was queued on the compute stream since synchronize()
     GraphKeys keys;
     HostPaths host_paths;
     std::unique_ptr<Trace> trace; // while a time line is recorded
 
   private:
     const Pacing &pacing;
-    ggml_backend_event_t copied = nullptr; // of wait_for_copies()
+    ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
+    ggml_backend_event_t computed = nullptr; // of mirror_waits()
     InnerBuffer pinned_staging, pinned_zeros;
     std::vector<char> pageable_staging; // where the device has no pinned memory
     std::atomic<size_t> staging_bytes{0};

@@ -30,6 +30,7 @@ void KvCache::add(const ggml_tensor *t, size_t offset) {
         group->streams = c.streams;
         group->used.assign((size_t)c.streams, 0);
         group->asked.assign((size_t)c.streams, -1);
+        group->written.assign((size_t)c.streams, 0);
     }
     const std::string key = key_of(t);
     auto block = std::find_if(blocks.begin(), blocks.end(),
@@ -40,6 +41,7 @@ void KvCache::add(const ggml_tensor *t, size_t offset) {
         block->place = blocks.size() - 1;
         block->group = &*group;
         block->key = key;
+        block->mirrored.assign((size_t)c.streams, 0);
         group->blocks.push_back(&*block);
     }
     c.block = &*block;

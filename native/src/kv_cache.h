@@ -30,6 +30,9 @@ struct KvBlock {
     std::string key;  // the end that the names of its tensors share
     size_t place = 0; // among the blocks of its cache
     InnerBuffer storage;
+    // Host memory for when the block leaves VRAM, and by stream how many cells are there already, laid out as in `storage`.
+    InnerBuffer spare;
+    std::vector<int64_t> mirrored;
     char *base = nullptr;
     size_t bytes = 0;
     int64_t cells = 0, streams = 0; // that each tensor has storage for
@@ -61,9 +64,10 @@ struct KvTensor {
 // Tensors with the same number of cells and streams. They grow together, because one list of row numbers is for all of them.
 struct KvGroup {
     int64_t cells = 0, streams = 0;
-    std::vector<int64_t> used;  // cells by stream, as seen in graphs
-    std::vector<int64_t> asked; // by stream, what fsd_use_kv said; -1: nothing yet
-    bool by_rows = false;       // written by row number, so that the number of cells in use is known by stream
+    std::vector<int64_t> used;    // cells by stream, as seen in graphs
+    std::vector<int64_t> asked;   // by stream, what fsd_use_kv said; -1: nothing yet
+    bool by_rows = false;         // written by row number, so that the number of cells in use is known by stream
+    std::vector<int64_t> written; // by stream: no cell from here on was written
     std::vector<KvBlock *> blocks;
 };
 

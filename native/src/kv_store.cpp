@@ -2,19 +2,31 @@
 
 #include "buffer.h"
 #include "program.h"
+#include "system.h"
 
 #include "ggml-backend-impl.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
+#include <utility>
 
 namespace fsd {
+
+// The most spare host memory for blocks in VRAM, and the share of the free host memory that it may take: one in so many.
+static constexpr uint64_t kMostSpare = (uint64_t)8 << 30;
+static constexpr uint64_t kSpareShare = 6;
+// Cells that are mirrored at a time.
+static constexpr int64_t kLeastMirrored = 64;
+
+static size_t size_of(const InnerBuffer &buffer) { return buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0; }
 
 void KvStore::add(KvCache &cache) { caches_.push_back(&cache); }
 
 void KvStore::remove(KvCache &cache) {
     for (KvBlock &b : cache.blocks) {
+        take_spare(b);
         release_block(b);
     }
     accesses_.clear();
@@ -41,8 +53,9 @@ size_t KvStore::lay_out(const KvBlock &b, int64_t cells, int64_t streams, std::v
 
 void KvStore::release_block(KvBlock &b) {
     if (b.in_host_memory) {
+        host_bytes_ -= size_of(b.storage);
+        spilled_bytes_ -= b.bytes;
         b.storage.reset();
-        host_bytes_ -= b.bytes;
     } else {
         ledger_.release(Use::kv, b.storage);
     }
@@ -53,51 +66,223 @@ void KvStore::release_block(KvBlock &b) {
     generation_++;
 }
 
+// Copies from pinned memory run at the link's full rate. A parked cache is not read for long.
+InnerBuffer KvStore::host_memory(size_t bytes) const {
+    ggml_backend_buffer_type_t pinned = pageable_ ? nullptr : inner_.host_buffer_type();
+    return InnerBuffer(ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), bytes));
+}
+
+InnerBuffer KvStore::take_spare(KvBlock &b) {
+    finish_mirror();
+    std::fill(b.mirrored.begin(), b.mirrored.end(), 0);
+    spare_bytes_ -= size_of(b.spare);
+    return std::move(b.spare);
+}
+
+void KvStore::set_spare(KvBlock &b, InnerBuffer memory) {
+    take_spare(b);
+    spare_bytes_ += size_of(memory);
+    b.spare = std::move(memory);
+}
+
+void KvStore::allow_spares(bool allowed) {
+    spares_allowed_ = allowed;
+    if (!allowed) {
+        each_block([this](KvBlock &b) { take_spare(b); });
+    }
+}
+
+size_t KvStore::add_spare() {
+    const std::vector<KvBlock *> blocks = last_to_spill();
+    std::vector<size_t> at;
+    for (auto it = blocks.rbegin(); spares_allowed_ && !pageable_ && it != blocks.rend(); it++) {
+        KvBlock &b = **it;
+        const size_t bytes = lay_out(b, b.group->cells, b.group->streams, at); // it never needs more
+        if (b.in_host_memory || b.stays || size_of(b.spare) >= bytes) {
+            continue;
+        }
+        const uint64_t all = spare_bytes() + bytes;
+        InnerBuffer memory = all <= kMostSpare && has_room(kSpareShare * all) ? host_memory(bytes) : nullptr;
+        if (memory) {
+            ggml_backend_buffer_clear(memory.get(), 0); // now the system gives its pages
+            set_spare(b, std::move(memory));
+        }
+        return size_of(b.spare);
+    }
+    return 0;
+}
+
+// How many cells of each stream a block keeps in storage of another size.
+static std::vector<int64_t> cells_of(const KvBlock &b, int64_t cells, int64_t streams) {
+    std::vector<int64_t> n;
+    for (int64_t s = 0; s < std::min(b.streams, streams); s++) {
+        n.push_back(std::min({b.group->used[(size_t)s], b.cells, cells}));
+    }
+    return n;
+}
+
+static void set_extent(KvBlock &b, size_t bytes, const std::vector<size_t> &at, int64_t cells, int64_t streams) {
+    for (size_t i = 0; i < b.tensors.size(); i++) {
+        b.tensors[i]->at = at[i];
+    }
+    b.bytes = bytes;
+    b.cells = cells;
+    b.streams = streams;
+}
+
+// Clears what a block's storage in host memory has beyond the first `n` cells of its streams: kernels read past the cells in
+// use and multiply by zero.
+static void clear_rest(const KvBlock &b, char *base, size_t bytes, const std::vector<size_t> &at, int64_t cells,
+                       const std::vector<int64_t> &n) {
+    for (size_t i = 0; i < b.tensors.size(); i++) {
+        const size_t row = b.tensors[i]->row;
+        size_t from = at[i];
+        for (size_t s = 0; s < n.size(); s++) {
+            const size_t stream = at[i] + s * row * (size_t)cells;
+            memset(base + from, 0, stream - from);
+            from = stream + row * (size_t)n[s];
+        }
+        memset(base + from, 0, (i + 1 < at.size() ? at[i + 1] : bytes) - from);
+    }
+}
+
+// Lays out a block in host memory anew, in the same storage. Either no place of a cell is before the one that it had, or none
+// is behind it.
+void KvStore::lay_out_again(KvBlock &b, size_t bytes, const std::vector<size_t> &at, int64_t cells, int64_t streams) {
+    const std::vector<int64_t> n = cells_of(b, cells, streams);
+    const size_t all = b.tensors.size() * n.size();
+    for (size_t k = 0; k < all; k++) {
+        const size_t next = cells > b.cells || streams > b.streams ? all - 1 - k : k;
+        const size_t i = next / n.size(), s = next % n.size();
+        const KvTensor &t = *b.tensors[i];
+        memmove(b.base + at[i] + t.row * s * (size_t)cells, t.place(b.base, (int64_t)s, 0), t.row * (size_t)n[s]);
+    }
+    clear_rest(b, b.base, bytes, at, cells, n);
+    spilled_bytes_ += bytes - b.bytes;
+    set_extent(b, bytes, at, cells, streams);
+    generation_++;
+}
+
 bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host) {
     inner_.synchronize();
     ggml_backend_synchronize(inner_.copy); // it may be reading the block
+    finish_mirror();
+    const bool same = cells == b.cells && streams == b.streams;
     std::vector<size_t> at;
     const size_t bytes = lay_out(b, cells, streams, at);
+    const bool grows = cells >= b.cells && streams >= b.streams, shrinks = cells <= b.cells && streams <= b.streams;
+    if (to_host && b.in_host_memory && !same && (grows || shrinks) && bytes > 0 && bytes <= size_of(b.storage)) {
+        lay_out_again(b, bytes, at, cells, streams);
+        return true;
+    }
+    const std::vector<int64_t> n = cells_of(b, cells, streams);
+    std::vector<int64_t> there(n.size(), 0); // cells that the storage has already
     InnerBuffer storage;
     char *base = nullptr;
     if (bytes > 0) {
         if (to_host) {
-            // Copies from pinned memory run at the link's full rate. A parked cache is not read for long.
-            ggml_backend_buffer_type_t buft = pageable_ ? nullptr : inner_.host_buffer_type();
-            storage.reset(ggml_backend_buft_alloc_buffer(buft ? buft : ggml_backend_cpu_buffer_type(), bytes));
+            const bool spare = size_of(b.spare) >= bytes;
+            std::copy_n(b.mirrored.begin(), spare && same ? n.size() : 0, there.begin());
+            storage = spare ? take_spare(b) : host_memory(bytes);
         } else {
             storage = ledger_.allocate(Use::kv, bytes, Ledger::kForKv);
         }
         if (!storage) {
             return false;
         }
-        ggml_backend_buffer_clear(storage.get(), 0); // kernels read past the cells in use and multiply by zero
         base = (char *)ggml_backend_buffer_get_base(storage.get());
+        if (to_host) {
+            clear_rest(b, base, bytes, at, cells, n);
+        } else {
+            ggml_backend_buffer_clear(storage.get(), 0); // as clear_rest()
+        }
     }
     for (size_t i = 0; i < b.tensors.size(); i++) {
         const KvTensor &t = *b.tensors[i];
-        for (int64_t s = 0; s < std::min(b.streams, streams); s++) {
-            const int64_t n = std::min({b.group->used[(size_t)s], b.cells, cells});
-            if (n > 0) {
-                const size_t size = t.row * (size_t)n;
-                ggml_tensor from = raw_tensor(b.storage.get(), t.place(b.base, s, 0), size);
-                ggml_tensor to = raw_tensor(storage.get(), base + at[i] + t.row * (size_t)(s * cells), size);
+        for (size_t s = 0; s < n.size(); s++) {
+            if (n[s] > there[s]) {
+                const size_t size = t.row * (size_t)(n[s] - there[s]), cell = s * (size_t)cells + (size_t)there[s];
+                ggml_tensor from = raw_tensor(b.storage.get(), t.place(b.base, (int64_t)s, there[s]), size);
+                ggml_tensor to = raw_tensor(storage.get(), base + at[i] + t.row * cell, size);
                 ggml_backend_tensor_copy(&from, &to);
             }
         }
     }
-    release_block(b);
-    for (size_t i = 0; i < b.tensors.size(); i++) {
-        b.tensors[i]->at = at[i];
+    if (b.in_host_memory && (!to_host || bytes == 0) && spares_allowed_ && !pageable_) {
+        host_bytes_ -= size_of(b.storage);
+        set_spare(b, std::move(b.storage));
+        std::copy_n(n.begin(), same ? n.size() : 0, b.mirrored.begin());
+    } else if (!same) {
+        std::fill(b.mirrored.begin(), b.mirrored.end(), 0);
     }
+    release_block(b);
+    set_extent(b, bytes, at, cells, streams);
     b.storage = std::move(storage);
     b.base = base;
-    b.bytes = bytes;
-    b.cells = cells;
-    b.streams = streams;
     b.in_host_memory = to_host && bytes > 0;
-    host_bytes_ += b.in_host_memory ? bytes : 0;
+    spilled_bytes_ += b.in_host_memory ? bytes : 0;
+    host_bytes_ += b.in_host_memory ? size_of(b.storage) : 0;
     return true;
+}
+
+void KvStore::finish_mirror() {
+    if (mirroring_) {
+        ggml_backend_synchronize(inner_.mirror);
+        mirroring_ = false;
+    }
+}
+
+void KvStore::mirror(KvBlock &b, const std::vector<int64_t> &end, bool &waits) {
+    char *spare = size_of(b.spare) > 0 ? (char *)ggml_backend_buffer_get_base(b.spare.get()) : nullptr;
+    for (int64_t s = 0; s < b.streams && !b.in_host_memory && size_of(b.spare) >= b.bytes; s++) {
+        int64_t &from = b.mirrored[(size_t)s];
+        const int64_t to = std::min(end[(size_t)s], b.cells);
+        if (to - from < kLeastMirrored) {
+            continue;
+        }
+        if (!std::exchange(waits, true)) {
+            inner_.mirror_waits();
+            mirroring_ = true;
+        }
+        for (const KvTensor *t : b.tensors) {
+            const size_t size = t->row * (size_t)(to - from);
+            const ggml_tensor raw = raw_tensor(b.storage.get(), t->place(b.base, s, from), size);
+            ggml_backend_tensor_get_async(inner_.mirror, &raw, t->place(spare, s, from), 0, size);
+        }
+        from = to;
+    }
+}
+
+// A graph is about to run. The cells that it writes are no longer mirrored; those before them may be.
+void KvStore::mirror_written(const KvAccess &a) {
+    std::map<KvGroup *, std::vector<int64_t>> ends, written;
+    for (const auto &r : a.rows) {
+        std::vector<int64_t> &end = ends.try_emplace(r.group, r.group->written).first->second;
+        std::vector<int64_t> &last = written.try_emplace(r.group, r.group->written).first->second;
+        const int64_t *numbers = (const int64_t *)r.numbers->data;
+        for (int64_t i = 0; i < r.numbers->ne[0]; i++) {
+            const size_t s = (size_t)(numbers[i] / r.group->cells);
+            end[s] = std::min(end[s], numbers[i] % r.group->cells);
+            last[s] = std::max(last[s], numbers[i] % r.group->cells + 1);
+        }
+    }
+    for (KvGroup *g : a.changed) {
+        ends[g].assign((size_t)g->streams, 0);
+    }
+    bool waits = false;
+    for (auto &[group, end] : ends) {
+        for (KvBlock *b : group->blocks) {
+            for (size_t s = 0; s < end.size(); s++) {
+                b->mirrored[s] = std::min(b->mirrored[s], end[s]);
+            }
+            if (inner_.mirror) {
+                mirror(*b, end, waits);
+            }
+        }
+    }
+    for (auto &[group, last] : written) {
+        group->written = last;
+    }
 }
 
 size_t KvStore::window_lacks() {
@@ -263,15 +448,34 @@ bool KvStore::hold_range(KvCache &cache, size_t offset, size_t bytes) {
             used = std::max(used, (int64_t)((in % t.stream_bytes() + run.bytes + t.row - 1) / t.row));
         }
     }
-    return settle(false);
+    const bool held = settle(false);
+    note_change(cache, offset, bytes);
+    return held;
+}
+
+void KvStore::note_change(KvCache &cache, size_t offset, size_t bytes) {
+    for (const KvRun &run : cache.runs(offset, bytes)) {
+        const KvTensor &t = *cache.at(offset + run.from);
+        const size_t in = offset + run.from - t.offset, s = in / t.stream_bytes();
+        const int64_t first = (int64_t)(in % t.stream_bytes() / t.row);
+        const int64_t end = (int64_t)((in % t.stream_bytes() + run.bytes + t.row - 1) / t.row);
+        for (KvBlock *b : run.block->group->blocks) {
+            b->mirrored[s] = std::min(b->mirrored[s], first);
+        }
+        int64_t &written = run.block->group->written[s];
+        written = std::max(written, end);
+    }
 }
 
 void KvStore::clear(KvCache &cache, uint8_t value) {
     inner_.synchronize();
     for (KvGroup &g : cache.groups) {
         std::fill(g.used.begin(), g.used.end(), 0);
+        std::fill(g.written.begin(), g.written.end(), 0);
     }
+    finish_mirror();
     for (KvBlock &b : cache.blocks) {
+        std::fill(b.mirrored.begin(), b.mirrored.end(), 0);
         if (b.storage) {
             ggml_backend_buffer_clear(b.storage.get(), value);
         }
@@ -281,6 +485,7 @@ void KvStore::clear(KvCache &cache, uint8_t value) {
 void KvStore::park() {
     pageable_ = true;
     each_block([&](KvBlock &b) {
+        take_spare(b);
         if (b.bytes > 0 && !b.in_host_memory) {
             relocate(b, b.cells, b.streams, true);
         }
@@ -373,6 +578,9 @@ static KvAccess access_of(const ggml_cgraph *graph) {
                 }
                 continue;
             }
+            if (j < 0) {
+                a.changed.push_back(g);
+            }
             const Reach r = reach_of(*c, t);
             want(g, r.stream0, r.streams, r.cells);
         }
@@ -432,6 +640,7 @@ bool KvStore::prepare(const KvAccess &a) {
             return false;
         }
     }
+    mirror_written(a);
     std::vector<int64_t> inside;
     for (const auto &r : a.rows) {
         const KvBlock &b = *r.group->blocks.front(); // all blocks of a group have the same size

@@ -25,6 +25,7 @@ struct KvAccess {
     std::vector<Want> wants; // one for each group
     std::vector<Rows> rows;
     std::vector<KvBlock *> together; // blocks that a node needs beside another block
+    std::vector<KvGroup *> changed;  // groups that are written in another way than by row number
 };
 
 // Whether a node writes rows by number into all of a cached tensor, the numbers being an input that the host knows.
@@ -41,7 +42,10 @@ class KvStore {
     void remove(KvCache &cache); // frees its storage
 
     KvNeed need();
-    uint64_t host_bytes() const { return host_bytes_.load(); } // [any thread] of blocks in host memory
+    // [any thread] Of blocks in host memory: what they need, and the memory that they have.
+    uint64_t spilled_bytes() const { return spilled_bytes_.load(); }
+    uint64_t host_bytes() const { return host_bytes_.load(); }
+    uint64_t spare_bytes() const { return spare_bytes_.load(); } // [any thread] of host memory that waits for blocks
 
     // What a graph reads and writes. Valid until kMaxPrograms other graphs have been asked for.
     const KvAccess &access(const ggml_cgraph *graph);
@@ -52,6 +56,7 @@ class KvStore {
     void use_cells(uint32_t stream, uint64_t cells);
     // Makes room for bytes that are written from outside a graph.
     bool hold_range(KvCache &cache, size_t offset, size_t bytes);
+    void note_change(KvCache &cache, size_t offset, size_t bytes); // the bytes are about to be written
     void clear(KvCache &cache, uint8_t value);
     // Gives every block storage for the cells in use. It shrinks only if it may, and then by no less than half.
     bool settle(bool may_shrink);
@@ -59,6 +64,11 @@ class KvStore {
     // Moves all blocks to host memory and frees the window; unpark() moves them to pinned memory.
     void park();
     void unpark();
+
+    // The system needs more time to give pinned memory than the device needs to copy cells into it. So blocks in VRAM have
+    // spare host memory, where it may be had: a budget that falls need not wait for the system.
+    void allow_spares(bool allowed); // if not, they are freed
+    size_t add_spare();              // for one block; returns its bytes, 0 when no more is to be had
 
     bool spill_block();    // one block moves to host memory; false: none is left
     void spill_surplus();  // until the others fit the budget
@@ -80,6 +90,15 @@ class KvStore {
     bool relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host);
     bool resize(KvBlock &b, int64_t cells, int64_t streams);
     void release_block(KvBlock &b);
+    InnerBuffer host_memory(size_t bytes) const;
+    InnerBuffer take_spare(KvBlock &b);
+    void set_spare(KvBlock &b, InnerBuffer memory);
+    void lay_out_again(KvBlock &b, size_t bytes, const std::vector<size_t> &at, int64_t cells, int64_t streams);
+    // The mirror: cells that earlier graphs have written are copied to spare memory while a graph runs, so that little is left
+    // to copy when the block must leave VRAM.
+    void mirror_written(const KvAccess &access);
+    void mirror(KvBlock &b, const std::vector<int64_t> &end, bool &waits);
+    void finish_mirror();
     // Whether the cache may take `more` bytes of VRAM. Room for a ring stays, also while everything is resident: a token
     // waits longer for streamed weights than for a part of its context.
     bool fits(int64_t more);
@@ -94,7 +113,9 @@ class KvStore {
     char *window_base_ = nullptr;
     size_t n_panes_ = 0, pane_bytes_ = 0;
     bool pageable_ = false; // host memory for blocks is not pinned
-    std::atomic<uint64_t> host_bytes_{0};
+    bool spares_allowed_ = true;
+    bool mirroring_ = false; // copies to spare memory may be under way
+    std::atomic<uint64_t> spilled_bytes_{0}, host_bytes_{0}, spare_bytes_{0};
 };
 
 } // namespace fsd

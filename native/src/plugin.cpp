@@ -116,6 +116,9 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
 
 static void buffer_memset(ggml_backend_buffer_t b, ggml_tensor *t, uint8_t value, size_t offset, size_t size) {
     with_inner(b, t, offset, size, value != 0, [&](ggml_tensor *raw, size_t, size_t n) {
+        if (raw && ctx(b)->kv) {
+            device().kv.note_change(*ctx(b)->kv, (size_t)((char *)t->data - ctx(b)->base) + offset, size);
+        }
         if (raw) {
             ggml_backend_tensor_memset(raw, value, 0, n);
         }

@@ -343,6 +343,33 @@ SCENARIO(what_has_no_room_passes_through_the_window) {
     }
 }
 
+// What earlier graphs have written is in host memory before the block must go there, and never what was written since.
+SCENARIO(cells_are_mirrored_while_graphs_run) {
+    Session s;
+    for (uint64_t filled = 1; filled > 0;) {
+        CHECK(fsd_fill(UINT64_MAX, &filled) == FSD_OK);
+    }
+    const auto d2h_bytes = [] { return fs_emulated_get_stats(fsd::device().inner.dev).d2h_bytes; };
+    s.check({0, 1, 300});
+    s.check({1, 2, 90});
+    s.check({0, 3, 1});
+    for (int round = 0; round < 3; round++) {
+        ggml_backend_synchronize(fsd::device().inner.mirror);
+        const uint64_t before = d2h_bytes();
+        while (fsd::device().kv.spill_block()) {
+        }
+        // Blocks have 512 cells of each sequence. The cells of the tokens are mirrored, but for the latest.
+        CHECK(stats().kv_bytes == 0 && d2h_bytes() - before + 400 * kCellBytes < stats().kv_host_bytes);
+        s.check({0, 1, 1});
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().kv_host_bytes == 0);
+        s.check({0, 1, 1});
+        s.cut(0, 250 - 20 * round); // other tokens are written to the same cells
+        s.check({0, 1, 60});
+        s.check({1, 2, 90});
+        s.check({0, 3, 1});
+    }
+}
+
 // However many blocks are in host memory, no two of them are neighbours while there are others to choose from.
 SCENARIO(blocks_in_host_memory_are_spread_over_the_layers) {
     Session s;

@@ -683,6 +683,32 @@ SCENARIO(host_memory_is_counted_and_limited) {
     s.check_conversation();
 }
 
+SCENARIO(blocks_have_host_memory_before_they_leave_vram) {
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget(s.full, 0) == FSD_OK);
+    for (uint64_t filled = 1; filled > 0;) {
+        CHECK(fsd_fill(UINT64_MAX, &filled) == FSD_OK);
+    }
+    s.check_conversation();
+    const fsd_stats whole = stats();
+    CHECK(whole.kv_host_bytes == 0 && whole.host_used_bytes > whole.host_weights_bytes);
+    for (int i = 0; i < 3; i++) {
+        CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
+        CHECK(stats().kv_host_bytes > 0 && stats().host_used_bytes == whole.host_used_bytes);
+        s.check_conversation();
+        CHECK(fsd_set_budget(s.full, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        CHECK(stats().kv_host_bytes == 0 && stats().host_used_bytes == whole.host_used_bytes);
+        s.check_conversation();
+    }
+    // A limit needs no room for what only makes the next change quicker.
+    CHECK(whole.host_floor_bytes < whole.host_used_bytes);
+    CHECK(fsd_set_host_budget(whole.host_floor_bytes, 0) == FSD_OK);
+    CHECK(stats().host_used_bytes <= whole.host_floor_bytes);
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().host_used_bytes <= whole.host_floor_bytes);
+    s.check_conversation();
+}
+
 // A buffer that is allocated after fsd_commit, such as one of a second context, takes VRAM from the arena, never from
 // the floor.
 SCENARIO(a_buffer_after_commit_takes_from_the_arena) {
@@ -875,6 +901,25 @@ SCENARIO(calls_out_of_order) {
 
 void set_fault(const char *kind, uint64_t number) {
     CHECK(fsd::set_environment("FRAMESHARD_FAULTS", (std::string(kind) + "=" + std::to_string(number)).c_str()));
+}
+
+SCENARIO(pinned_memory_is_the_callers) {
+    for (uint64_t pins : {0, 1}) {
+        CHECK(run_apart([pins] {
+                  void *memory = nullptr, *data = nullptr;
+                  CHECK(fsd_take_pinned(1 << 20, &memory, &data) == FSD_BAD_STATE);
+                  set_fault("unpinned", pins); // the device has memory that it pins itself
+                  fsd_config config = config_of(0);
+                  CHECK(fsd_configure(&config) == FSD_OK);
+                  const fsd_status status = fsd_take_pinned(1 << 20, &memory, &data);
+                  CHECK(status == (pins ? FSD_OK : FSD_UNSUPPORTED));
+                  if (pins) {
+                      std::memset(data, 1, 1 << 20);
+                      fsd_free_pinned(memory);
+                  }
+                  return 0;
+              }) == 0);
+    }
 }
 
 // The k-th allocation fails once. The call that needs it must return an error, and succeed when it is repeated.
