@@ -2,11 +2,7 @@
 // Pure bookkeeping, without ggml or a device.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <random>
-#include <unordered_map>
-#include <vector>
+#include "hot_slots.h"
 
 namespace fsd {
 
@@ -33,19 +29,25 @@ class ExpertCache {
   public:
     static constexpr size_t kPassing = 32; // slots for experts that are not hot enough to replace a kept one
 
+    ExpertCache() = default;
+    ExpertCache(const ExpertCache &) = delete;
+    ExpertCache &operator=(const ExpertCache &) = delete;
+
     // Changes the arena. Experts in slots that it no longer has are dropped.
     void adopt(const ExpertArena &arena);
     void clear() { adopt({}); }
     const ExpertArena &arena() const { return arena_; }
     // The slot of an expert, or -1. The expert is not dropped until the next begin_use().
-    int find(uint32_t layer, int expert);
+    int find(uint32_t layer, int expert) { return slots_.find(key(layer, expert)); }
     // Like find(), without protecting the expert.
-    int where(uint32_t layer, int expert) const;
+    int where(uint32_t layer, int expert) const { return slots_.where(key(layer, expert)); }
+    // Whether it has a slot in which it will stay while it is hot.
+    bool keeps(uint32_t layer, int expert) const;
     // Assigns a slot to an expert that has none. -1 when all slots are in use, or, unless it `must` have one, when they hold
     // experts that are chosen more often.
-    int take(uint32_t layer, int expert, bool must);
-    void begin_use() { use_++; }
-    size_t n_empty() const { return empty_.size(); } // among the slots of kept experts
+    int take(uint32_t layer, int expert, bool must) { return slots_.take(key(layer, expert), must); }
+    void begin_use() { slots_.begin_use(); }
+    size_t n_empty() const { return slots_.n_empty(); } // among the slots of kept experts
 
     // How many of a layer's missing experts to copy, for a share of them in [0, 1]. The fraction that rounding leaves is
     // carried to the next call. Empty slots are filled whatever the share.
@@ -63,10 +65,6 @@ class ExpertCache {
     void set_uses(uint32_t layer, std::vector<uint32_t> uses);
 
   private:
-    struct Slot {
-        uint64_t key = 0; // 0: empty
-        uint64_t used = 0;
-    };
     struct Layer {
         std::vector<uint32_t> latest; // choice
         std::vector<uint32_t> uses;
@@ -74,18 +72,11 @@ class ExpertCache {
     };
     static uint64_t key(uint32_t layer, int expert) { return ((uint64_t)layer + 1) << 32 | (uint32_t)expert; }
     double heat_of(uint64_t key) const { return heat((uint32_t)(key >> 32) - 1, (int)(uint32_t)key); }
-    size_t n_kept() const; // slots of kept experts; the other slots are for experts that are needed once
-    int place(size_t slot, uint64_t key);
 
     ExpertArena arena_;
-    std::vector<Slot> slots_;
-    std::vector<size_t> empty_; // among the kept slots, the next to fill last
-    size_t next_passing_ = 0;
-    std::unordered_map<uint64_t, int> at_;
+    HotSlots slots_{[this](uint64_t key) { return heat_of(key); }, kPassing, 4};
     std::unordered_map<uint32_t, Layer> layers_;
-    uint64_t use_ = 1;
     double carry_ = 0; // of n_to_copy()
-    std::minstd_rand random_;
 };
 
 } // namespace fsd

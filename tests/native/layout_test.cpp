@@ -1,4 +1,4 @@
-// Checks properties of layout.h, kv_layout.h, ring.h and expert_cache.h with random cases from fixed seeds.
+// Checks properties of layout.h, kv_layout.h, ring.h, hot_slots.h and expert_cache.h with random cases from fixed seeds.
 #include "check.h"
 #include "expert_cache.h"
 #include "kv_layout.h"
@@ -372,6 +372,26 @@ TEST(a_cache_half_as_large_as_what_is_needed_hits_nearly_half) {
         }
     }
     CHECK(hits >= 50 * 96 * 9 / 10); // 96 of the 128 slots hold experts that stay
+}
+
+TEST(a_slot_that_is_released_or_dropped_is_free_in_the_same_use) {
+    fsd::HotSlots slots([](uint64_t key) { return (double)key; }, 2, 2);
+    slots.resize(4);
+    slots.begin_use();
+    for (uint64_t key = 4; key >= 1; key--) {
+        CHECK(slots.take(key, true) >= 0);
+    }
+    CHECK(slots.n_kept() == 2 && slots.take(9, true) == -1);
+    slots.release(slots.where(3));
+    CHECK(slots.take(9, true) >= 0 && slots.where(3) == -1);
+    const int dropped = slots.where(4);
+    slots.drop(dropped);
+    CHECK(slots.where(4) == -1 && slots.n_empty() == 1);
+    CHECK(slots.take(1, false) == -1 || slots.where(1) >= 0);
+    slots.resize(8); // slots for what passes may be for what stays from now on
+    CHECK(slots.where(9) >= 0 && slots.size() == 8 && slots.n_empty() > 0);
+    slots.resize(0);
+    CHECK(slots.where(9) == -1 && slots.take(9, true) == -1);
 }
 
 TEST(experts_outlast_a_graph_that_needs_room) {
