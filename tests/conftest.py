@@ -130,6 +130,13 @@ def own_deep_model(deep_model: Path) -> Iterator[Path]:
         yield copy
 
 
+@pytest.fixture
+def own_moe(moe_path: Path) -> Iterator[Path]:
+    """The mixture of experts, as a copy of the test's own."""
+    with own_copy(moe_path) as copy:
+        yield copy
+
+
 @pytest.fixture(scope="session")
 def encoder_path() -> Path:
     """all-MiniLM-L6-v2, a sentence encoder with 384 dimensions."""

@@ -167,8 +167,8 @@ FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
 
 /* [any thread] Requests a limit on host_used_bytes; 0: no limit. It is applied between two steps of a running graph, otherwise
  * at once. With the first limit below what is in use, weights are no longer used through the mapping of the model file: a part
- * of them is held in memory, the others are read from the file ahead of use. Only Linux can do that, and experts are all held;
- * the floor says so. A graph fails with GGML_STATUS_FAILED when weights cannot be read, or when the file has changed.
+ * of them is held in memory, the others are read from the file: ahead of use, and experts when they are chosen. Only Linux can
+ * do that; the floor says so. A graph fails with GGML_STATUS_FAILED when weights cannot be read, or when the file has changed.
  * A limit below the floor changes nothing and returns FSD_BELOW_HOST_FLOOR. Before fsd_commit the floor is not known:
  * fsd_commit checks the limit then, with the same result. Waits until host_used_bytes <= bytes, at most timeout_s. */
 FSD_API fsd_status fsd_set_host_budget(uint64_t bytes, double timeout_s);

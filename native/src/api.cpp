@@ -563,8 +563,8 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     stats->host_used_bytes = d.host.used();
     stats->host_floor_bytes = d.host.floor();
     stats->host_weights_bytes = d.host.weights();
-    stats->disk_read_bytes = d.cache.read_bytes();
-    stats->disk_waited_s = d.cache.waited_s();
+    stats->disk_read_bytes = d.cache.counts().read_bytes;
+    stats->disk_waited_s = d.cache.counts().all_waited_s();
     stats->budget_bytes = d.ledger.budget();
     stats->floor_bytes = d.ledger.floor();
     stats->full_bytes = d.ledger.full();

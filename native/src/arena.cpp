@@ -66,7 +66,7 @@ bool Arena::copy_pieces(int slab_index, const Slab &slab) {
         const Piece &p = weights_.layout.pieces[i];
         const char *source = cache_.at(i);
         const bool buffered = !source;
-        if (buffered && cache_.take(i, kPatience, source) != HostCache::Taken::yes) {
+        if (buffered && cache_.take(i, kPatience, source) != Taken::yes) {
             return false;
         }
         char *to = slab.base + p.slab_offset;

@@ -48,7 +48,7 @@ static std::vector<Ledger::Reclaimer> reclaimers(Device &d) {
 }
 
 Device::Device(Inner &inner, Pacing &pacing, BudgetRequests &requests)
-    : inner(inner), pacing(pacing), requests(requests), cache(inner, weights),
+    : inner(inner), pacing(pacing), requests(requests), cache(inner, weights, experts),
       arena(inner, ledger, weights, cache, residency_generation),
       ring(inner, ledger, weights, cache, experts, residency_generation),
       kv(inner, ledger, weights, residency_generation), ledger(inner, reclaimers(*this)), host(inner, kv, cache) {}
@@ -320,6 +320,9 @@ bool Device::uses_cpu() const {
 void Device::apply_host_budget() {
     const uint64_t request = host.asked();
     if (host.applied(request)) {
+        if (!host.within_budget()) {
+            balance_host(); // KV blocks or memory for exchanges have taken more since
+        }
         return;
     }
     host.bring_into_force();
@@ -345,7 +348,7 @@ void Device::balance_host() {
     }
     const auto state = std::make_pair(host.room_for_weights(), arena.slabs.size());
     bool changed = cache.adopt();
-    if (state != balanced || cache.is_resting()) {
+    if (state != balanced || cache.is_settling()) {
         changed = cache.set_room(state.first, state.second) || changed;
         balanced = state;
     }
@@ -440,7 +443,7 @@ void Device::update_placements() {
         }
         int kind = 0;
         if (weights.layout.shard_last_slab[s] >= (int)arena.slabs.size()) {
-            kind = decode && decode->on_cpu(s) && cache.holds_shard(s) ? 2 : 1;
+            kind = decode && decode->on_cpu(s) && cache.serves_experts(s, 0) ? 2 : 1;
         }
         shards[kind]++;
         if (kind == 0) {
@@ -451,7 +454,7 @@ void Device::update_placements() {
         if (weights.layout.shard_last_slab[p.shard] < (int)arena.slabs.size()) {
             continue; // counted with its shard
         }
-        const bool on_cpu = decode && decode->on_cpu(p.shard) && cache.holds_shard(p.shard);
+        const bool on_cpu = decode && decode->on_cpu(p.shard) && cache.serves_experts(p.shard, 0);
         bytes[p.slab < (int)arena.slabs.size() ? 0 : on_cpu ? 2 : 1] += p.bytes;
     }
     counters.update([&](fsd_stats &c) {

@@ -9,7 +9,16 @@ namespace fsd {
 static constexpr uint64_t kFailures = 8; // that a script makes
 static constexpr size_t kReaders = 4;    // so many reads of a MiB keep an NVMe disk busy
 
-Disk::Disk(const DiskScript &script, std::atomic<uint64_t> &read_bytes) : script_(script), read_bytes_(read_bytes) {
+static double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double DiskCounts::all_waited_s() const {
+    const double since = waiting_since_s.load();
+    return waited_s.load() + (since > 0 ? seconds() - since : 0);
+}
+
+Disk::Disk(const DiskScript &script, DiskCounts &counts) : script_(script), counts_(counts) {
     for (size_t i = 0; i < kReaders; i++) {
         threads_.emplace_back([this] { work(); });
     }
@@ -41,15 +50,27 @@ DiskRead::State Disk::state(const Read &read) const {
 
 DiskRead::State Disk::wait(const Read &read, std::chrono::milliseconds most) {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (read->state > DiskRead::State::running || most.count() == 0) {
+        return read->state;
+    }
+    const double start = seconds();
+    counts_.waiting_since_s = start;
     finished_.wait_for(lock, most, [&] { return read->state > DiskRead::State::running; });
+    counts_.waiting_since_s = 0;
+    counts_.waited_s = counts_.waited_s + (seconds() - start);
     return read->state;
 }
 
-void Disk::drop(const Read &read) {
-    std::unique_lock<std::mutex> lock(mutex_);
+void Disk::cancel(const Read &read) {
+    std::lock_guard<std::mutex> lock(mutex_);
     if (read->state == DiskRead::State::queued) {
         read->state = DiskRead::State::dropped;
     }
+}
+
+void Disk::drop(const Read &read) {
+    cancel(read);
+    std::unique_lock<std::mutex> lock(mutex_);
     finished_.wait(lock, [&] { return read->state > DiskRead::State::running; });
 }
 
@@ -96,7 +117,7 @@ void Disk::work() {
         std::string why = "the model file cannot be read: the emulated disk has failed";
         bool ok = !(urgent && script_.fail > 0 && number >= script_.fail && number < script_.fail + kFailures) &&
                   read->file->read(read->offset, read->to, read->bytes, why);
-        read_bytes_ += ok ? read->bytes : 0;
+        counts_.read_bytes += ok ? read->bytes : 0;
         if (read->finish && !read->finish(ok) && ok) {
             ok = false;
             why = "the system refuses memory for weights";

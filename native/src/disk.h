@@ -31,12 +31,25 @@ struct DiskScript {
     uint32_t stall_ms = 0;
 };
 
+// Whether bytes that a graph needs have been read.
+enum class Taken { yes, not_yet, failed };
+
+// What reads have taken. [any thread]
+struct DiskCounts {
+    std::atomic<uint64_t> read_bytes{0};
+    std::atomic<double> waited_s{0},
+        waiting_since_s{0}; // of graphs, by the clock that never goes back; 0: none waits now
+
+    double all_waited_s() const; // the wait of now included
+};
+
 struct DiskRead {
     const MappedFile *file = nullptr;
     uint64_t offset = 0; // whole units, like `bytes`
     char *to = nullptr;
     size_t bytes = 0;
-    SharedEvent after; // the memory is free once this has happened; null: it is free
+    std::shared_ptr<char> memory; // of `to`, if the read must keep it
+    SharedEvent after;            // the memory is free once this has happened; null: it is free
     // Called by the thread that has read, with whether it could, before others see the state; false becomes a failure.
     std::function<bool(bool)> finish;
     enum class State { queued, running, done, failed, dropped } state = State::queued; // guarded by Disk's mutex
@@ -47,18 +60,19 @@ class Disk {
   public:
     using Read = std::shared_ptr<DiskRead>;
 
-    // `read_bytes` counts what was read.
-    Disk(const DiskScript &script, std::atomic<uint64_t> &read_bytes);
+    Disk(const DiskScript &script, DiskCounts &counts);
     ~Disk();
     Disk(const Disk &) = delete;
     Disk &operator=(const Disk &) = delete;
 
     void submit(const Read &read, bool urgent);
     DiskRead::State state(const Read &read) const;
-    // Waits until a read is done or has failed, at most so long; returns its state.
+    // A graph waits until a read is done or has failed, at most so long; returns its state.
     DiskRead::State wait(const Read &read, std::chrono::milliseconds most);
     // A read that has not begun never will; waits for one that has. Its memory is free then.
     void drop(const Read &read);
+    // The same without waiting: a read that has begun goes on.
+    void cancel(const Read &read);
 
   private:
     void work();
@@ -69,7 +83,7 @@ class Disk {
     std::deque<Read> urgent_, others_;
     bool other_next_ = false, stopped_ = false;
     const DiskScript script_;
-    std::atomic<uint64_t> &read_bytes_;
+    DiskCounts &counts_;
     uint64_t n_urgent_ = 0;                           // that have begun
     std::chrono::steady_clock::time_point free_at_{}; // of the emulated disk
     std::vector<std::thread> threads_;

@@ -44,7 +44,9 @@ class Executor {
     void take_inputs(const Segment &s);
     ggml_status give_back(Segment &s);
     ggml_status run_gpu(const Segment &s);
-    void copy_missing_experts(const Segment &s);
+    ggml_status copy_missing_experts(const Segment &s);
+    using Time = std::chrono::steady_clock::time_point;
+    ggml_status wait_for_experts(Taken taken, Time end);
     bool experts_first(size_t at) const;
     void copy_ahead(size_t at);
     void meter_copies();
@@ -61,6 +63,7 @@ class Executor {
     Program *program = nullptr;
     size_t next = 0;                           // segment of the program
     int node = 0, piece = 0;                   // that segment's first node and row piece: where a new program starts
+    bool again = false;                        // the segment ended before it computed anything: the program is old
     const ggml_tensor *known_choice = nullptr; // the latest choice of experts, which all products of a layer share
     // Where copies share one queue with all else, what the CPU waits for would stand behind all that were queued before. So
     // they are queued while the CPU computes: for each byte of weights that it reads so many bytes of copies. 0: not metered.
@@ -112,6 +115,9 @@ ggml_status Executor::run() {
         }
         const uint64_t start_ns = clock_ns();
         const ggml_status status = s.cpu ? run_cpu(s) : run_gpu(s);
+        if (std::exchange(again, false)) {
+            continue;
+        }
         if (status != GGML_STATUS_SUCCESS) {
             return stop(status);
         }
@@ -308,14 +314,40 @@ bool Executor::experts_first(size_t at) const {
     return false;
 }
 
-// Copies the chosen experts of a streamed tensor that pump_copies() did not predict.
-void Executor::copy_missing_experts(const Segment &s) {
+// Copies the chosen experts of a streamed tensor that pump() did not predict.
+ggml_status Executor::copy_missing_experts(const Segment &s) {
     const int layer = d.ring.layer_of(s.entry);
     if (s.chosen != known_choice) {
         known_choice = s.chosen;
         d.experts.set_choice(layer, count_chosen(d, s.chosen, graph->nodes[s.node0]->src[0]->ne[2]));
     }
-    d.count(d.ring.copy_missing_experts(s.entry));
+    const Time end = std::chrono::steady_clock::now() + HostCache::kPatience;
+    d.cache.experts().begin_use();
+    for (;;) {
+        Ring::Copied copied;
+        const Taken taken = d.ring.copy_missing_experts(s.entry, std::chrono::milliseconds(2), copied);
+        d.count(copied);
+        const ggml_status status = taken == Taken::yes ? GGML_STATUS_SUCCESS : wait_for_experts(taken, end);
+        if (taken == Taken::yes || status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+    }
+}
+
+// Experts that the segment needs are not read yet, or cannot be. Does what other threads ask for, and returns whether the
+// segment goes on.
+ggml_status Executor::wait_for_experts(Taken taken, Time end) {
+    if (taken == Taken::failed) {
+        return disk_failed(d.cache.experts().why());
+    }
+    if (std::chrono::steady_clock::now() > end) {
+        return disk_failed("the disk does not answer");
+    }
+    if (!apply_requests()) {
+        return GGML_STATUS_ABORTED;
+    }
+    again = !program_is_valid();
+    return again ? GGML_STATUS_ABORTED : GGML_STATUS_SUCCESS;
 }
 
 ggml_status Executor::run_gpu(const Segment &s) {
@@ -326,10 +358,16 @@ ggml_status Executor::run_gpu(const Segment &s) {
     view.leafs = nullptr;
     view.uid = s.uid;
     if (s.group >= 0) {
-        return run_experts(d, program->groups[s.group], graph, view, [&] { copy_ahead(next + 1); });
+        const Time end = std::chrono::steady_clock::now() + HostCache::kPatience;
+        const GroupHooks hooks = {[this] { copy_ahead(next + 1); },
+                                  [this, end](Taken taken) { return wait_for_experts(taken, end); }};
+        return run_experts(d, program->groups[s.group], graph, view, hooks);
     }
     if (s.chosen) {
-        copy_missing_experts(s);
+        const ggml_status read = copy_missing_experts(s);
+        if (read != GGML_STATUS_SUCCESS) {
+            return read;
+        }
     }
     if (s.entry >= 0) {
         d.count(d.ring.wait_for(s.entry));

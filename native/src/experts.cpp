@@ -159,23 +159,36 @@ struct Exchange {
     }
 };
 
+// How long the host waits for a disk before it looks for what else there is to do.
+constexpr std::chrono::milliseconds kLook{2};
+
 // One run of a group: the choice is read back, missing experts are copied or left to the CPU, and both parts are started.
 class GroupRun {
   public:
     GroupRun(Device &device, ExpertGroup &expert_group, const ggml_cgraph *g)
         : d(device), group(expert_group), graph(g), exchange(device, expert_group) {}
 
-    ggml_status run(ggml_cgraph &view, const std::function<void()> &copy_ahead);
+    ggml_status run(ggml_cgraph &view, const GroupHooks &hooks);
 
   private:
     void read_choice();
     void look_up();
+    size_t n_to_copy();
     void copy_missing();
+    ggml_status read_missing(const GroupHooks &hooks);
+    Taken copy_read(std::vector<int> &to_copy, std::vector<int> &on_cpu);
+    bool take_slot(int expert);
     void copy_expert(int expert, int slot);
+    bool singly() const { return d.cache.takes_singly(piece_of(0)); }
+    int piece_of(size_t product) const { return d.weights.of(group.weight(product))->place.first_piece; }
+    Taken all_read(int expert, std::chrono::milliseconds most);
+    const char *matrix(size_t product, int expert) const;
     void assign_slots();
     ggml_status launch(ggml_cgraph &view);
     ggml_status compute_on_cpu();
     ggml_status compute_rows();
+    ggml_tensor *add_rows(ggml_context *ctx, size_t first, size_t end, size_t &n_placed);
+    ggml_tensor *weight_at(ggml_context *ctx, const ggml_tensor *product, int expert);
     uint64_t weight_bytes(size_t n_experts) const;
 
     Device &d;
@@ -190,14 +203,22 @@ class GroupRun {
     size_t n_hits = 0, n_copies = 0; // of wanted experts
 };
 
-ggml_status GroupRun::run(ggml_cgraph &view, const std::function<void()> &copy_ahead) {
+ggml_status GroupRun::run(ggml_cgraph &view, const GroupHooks &hooks) {
     read_choice();
     look_up();
-    copy_missing();
+    if (singly()) {
+        const ggml_status read = read_missing(hooks);
+        if (read != GGML_STATUS_SUCCESS) {
+            ggml_backend_synchronize(d.inner.copy); // who finds these experts in the cache waits for no copies
+            return read;
+        }
+    } else {
+        copy_missing();
+    }
     assign_slots();
     d.inner.compute_pending = true;
     ggml_status status = slot_of.empty() ? GGML_STATUS_SUCCESS : launch(view);
-    copy_ahead();
+    hooks.copy_ahead();
     if (status == GGML_STATUS_SUCCESS && !cpu_rows.empty()) {
         status = compute_on_cpu();
     }
@@ -244,17 +265,104 @@ void GroupRun::look_up() {
                      [&](int a, int b) { return d.experts.heat(group.layer, a) > d.experts.heat(group.layer, b); });
 }
 
-void GroupRun::copy_missing() {
-    const size_t wanted_copies =
-        group.streamed ? missed.size() : d.experts.n_to_copy(missed.size(), d.plan.expert_stream_share);
-    for (; n_copies < wanted_copies; n_copies++) {
-        const int slot = d.experts.take(group.layer, missed[n_copies], group.streamed);
-        if (slot < 0) {
-            break;
-        }
-        slot_of[missed[n_copies]] = slot;
-        copy_expert(missed[n_copies], slot);
+size_t GroupRun::n_to_copy() {
+    const size_t n = missed.size();
+    return group.streamed ? n : std::min(n, d.experts.n_to_copy(n, d.plan.expert_stream_share));
+}
+
+// Gives an expert a slot in the cache and starts its copy. False: there is no slot for it.
+bool GroupRun::take_slot(int expert) {
+    const int slot = d.experts.take(group.layer, expert, group.streamed);
+    if (slot >= 0) {
+        slot_of[expert] = slot;
+        n_copies++;
+        copy_expert(expert, slot);
     }
+    return slot >= 0;
+}
+
+void GroupRun::copy_missing() {
+    const size_t wanted_copies = n_to_copy();
+    while (n_copies < wanted_copies && take_slot(missed[n_copies])) {
+    }
+}
+
+// The same where experts come from disk: they are copied as they are read. Those that the CPU computes are all in host memory
+// in the end, until the next begin_use().
+ggml_status GroupRun::read_missing(const GroupHooks &hooks) {
+    d.cache.experts().begin_use();
+    const auto first_on_cpu = missed.begin() + (ptrdiff_t)n_to_copy();
+    std::vector<int> to_copy(missed.begin(), first_on_cpu), on_cpu(first_on_cpu, missed.end());
+    for (;;) {
+        const Taken taken = copy_read(to_copy, on_cpu);
+        const ggml_status status = taken == Taken::yes ? GGML_STATUS_SUCCESS : hooks.wait(taken);
+        if (taken == Taken::yes || status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+    }
+}
+
+// Queues the reads of all experts that are not there, as far as there is room, copies those that are, and waits a little for
+// the first of the others.
+Taken GroupRun::copy_read(std::vector<int> &to_copy, std::vector<int> &on_cpu) {
+    for (const std::vector<int> *list : {&to_copy, &on_cpu}) {
+        for (int expert : *list) {
+            for (size_t p = 0; p < group.products.size(); p++) {
+                d.cache.experts().ask(piece_of(p), expert, true);
+            }
+        }
+    }
+    constexpr std::chrono::milliseconds none{0};
+    std::vector<std::pair<int, int>> copied;
+    std::vector<int> left;
+    int missing = -1;
+    Taken all = Taken::yes;
+    for (int expert : to_copy) {
+        const Taken taken = all_read(expert, none);
+        if (taken == Taken::yes && take_slot(expert)) {
+            for (size_t p = 0; p < group.products.size(); p++) {
+                copied.emplace_back(piece_of(p), expert);
+            }
+        } else if (taken == Taken::yes) {
+            on_cpu.push_back(expert);
+        } else {
+            all = std::max(all, taken);
+            left.push_back(expert);
+        }
+    }
+    d.cache.experts().copied(copied);
+    to_copy = std::move(left);
+    for (size_t i = 0; i < on_cpu.size() && all != Taken::failed; i++) {
+        const Taken taken = all_read(on_cpu[i], none);
+        missing = taken == Taken::yes || missing >= 0 ? missing : on_cpu[i];
+        all = std::max(all, taken);
+    }
+    missing = to_copy.empty() ? missing : to_copy[0];
+    return all == Taken::not_yet ? std::max(all, all_read(missing, kLook)) : all;
+}
+
+// Whether all matrices of an expert are in host memory. Waits `most` for one that is not.
+Taken GroupRun::all_read(int expert, std::chrono::milliseconds most) {
+    const char *data = nullptr;
+    for (size_t p = 0; p < group.products.size(); p++) {
+        const Taken taken = d.cache.experts().take(piece_of(p), expert, most, data);
+        if (taken != Taken::yes) {
+            return taken;
+        }
+    }
+    return Taken::yes;
+}
+
+// A matrix in host memory, with what lies behind it.
+const char *GroupRun::matrix(size_t product, int expert) const {
+    if (!singly()) {
+        const ggml_tensor *w = group.weight(product);
+        return (const char *)w->data + (size_t)expert * w->nb[2];
+    }
+    const char *data = nullptr;
+    const Taken taken = d.cache.experts().take(piece_of(product), expert, std::chrono::milliseconds(0), data);
+    GGML_ASSERT(taken == Taken::yes);
+    return data;
 }
 
 // Kernels read past the end of a row, so each matrix is followed by the first weights of the next expert, or zeros.
@@ -269,7 +377,7 @@ void GroupRun::copy_expert(int expert, int slot) {
         const size_t size = w->nb[2] + ggml_row_size(w->type, kRowRun);
         const size_t there = std::min(size, (size_t)(w->ne[2] - expert) * w->nb[2]);
         char *to = d.ring.base() + arena.at(slot) + arena.parts[p];
-        d.inner.upload(d.inner.copy, d.ring.buffer(), to, (const char *)w->data + expert * w->nb[2], there);
+        d.inner.upload(d.inner.copy, d.ring.buffer(), to, matrix(p, expert), there);
         d.inner.upload_zeros(d.inner.copy, d.ring.buffer(), to + there, size - there);
         bytes += there;
     }
@@ -350,18 +458,38 @@ ggml_status GroupRun::compute_on_cpu() {
     return status;
 }
 
-// Computes rows by the graph's own operations, on tensors with one row for each of them.
+// Computes rows by the graph's own operations, on tensors with one row for each of them: all rows at once, or those of one
+// expert after the other where experts are not in one tensor.
 ggml_status GroupRun::compute_rows() {
-    const int64_t n = (int64_t)cpu_rows.size();
-    const size_t n_nodes = (size_t)(group.node1 - group.node0);
-    std::vector<char> meta(ggml_tensor_overhead() * (2 * n_nodes + 8) +
-                           ggml_graph_overhead_custom(4 * n_nodes + 8, false));
+    const size_t n = cpu_rows.size(), n_nodes = (size_t)(group.node1 - group.node0);
+    const size_t n_parts = singly() ? missed.size() - n_copies : 1;
+    if (singly()) {
+        std::stable_sort(cpu_rows.begin(), cpu_rows.end(),
+                         [](const Row &a, const Row &b) { return a.expert < b.expert; });
+    }
+    const size_t n_graph = (4 * n_nodes + 8) * n_parts;
+    std::vector<char> meta(ggml_tensor_overhead() * (2 * n_nodes + 8) * n_parts +
+                           ggml_graph_overhead_custom(n_graph, false));
     ggml_init_params params = {};
     params.mem_size = meta.size();
     params.mem_buffer = meta.data();
     params.no_alloc = true;
     ggml_context *ctx = ggml_init(params);
+    ggml_cgraph *cpu_graph = ggml_new_graph_custom(ctx, n_graph, false);
     size_t n_placed = 0;
+    for (size_t first = 0, end = n; first < n; first = end) {
+        for (end = singly() ? first : n; end < n && cpu_rows[end].expert == cpu_rows[first].expert; end++) {
+        }
+        ggml_build_forward_expand(cpu_graph, add_rows(ctx, first, end, n_placed));
+    }
+    const ggml_status status = ggml_backend_graph_compute(d.cpu, cpu_graph);
+    ggml_free(ctx);
+    return status;
+}
+
+// The result of some of the CPU's rows.
+ggml_tensor *GroupRun::add_rows(ggml_context *ctx, size_t first, size_t end, size_t &n_placed) {
+    const int64_t n = (int64_t)(end - first);
     const auto place = [&](ggml_tensor *t) {
         group.memory.resize(std::max(group.memory.size(), ++n_placed));
         std::vector<char> &memory = group.memory[n_placed - 1];
@@ -369,14 +497,18 @@ ggml_status GroupRun::compute_rows() {
         t->data = memory.data();
     };
     ggml_tensor *ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, n);
+    ggml_tensor *zeros = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, n);
     ggml_tensor *x = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, group.input->ne[0], 1, n);
-    place(ids);
-    place(x);
+    for (ggml_tensor *t : {ids, zeros, x}) {
+        place(t);
+    }
     for (int64_t i = 0; i < n; i++) {
-        ((int32_t *)ids->data)[i] = cpu_rows[i].expert;
-        const int64_t j = group.input->ne[1] == 1 ? 0 : cpu_rows[i].j;
-        memcpy((char *)x->data + i * x->nb[2],
-               exchange.input + j * group.input->nb[1] + cpu_rows[i].t * group.input->nb[2], x->nb[1]);
+        const Row &row = cpu_rows[first + (size_t)i];
+        ((int32_t *)ids->data)[i] = row.expert;
+        ((int32_t *)zeros->data)[i] = 0;
+        const int64_t j = group.input->ne[1] == 1 ? 0 : row.j;
+        memcpy((char *)x->data + i * x->nb[2], exchange.input + j * group.input->nb[1] + row.t * group.input->nb[2],
+               x->nb[1]);
     }
     std::unordered_map<const ggml_tensor *, ggml_tensor *> compact = {{group.ids, ids}, {group.input, x}};
     ggml_tensor *result = nullptr;
@@ -390,6 +522,10 @@ ggml_status GroupRun::compute_rows() {
             const auto it = compact.find(node->src[j]);
             c->src[j] = it == compact.end() ? node->src[j] : it->second;
         }
+        if (is_product(node) && singly()) {
+            c->src[0] = weight_at(ctx, node, cpu_rows[first].expert);
+            c->src[2] = zeros;
+        }
         if (node->view_src) {
             c->view_src = compact.at(node->view_src);
             c->view_offs = node->view_offs;
@@ -401,12 +537,19 @@ ggml_status GroupRun::compute_rows() {
         }
         compact[node] = c;
     }
-    result->data = exchange.rows;
-    ggml_cgraph *cpu_graph = ggml_new_graph_custom(ctx, 4 * n_nodes + 8, false);
-    ggml_build_forward_expand(cpu_graph, result);
-    const ggml_status status = ggml_backend_graph_compute(d.cpu, cpu_graph);
-    ggml_free(ctx);
-    return status;
+    result->data = exchange.rows + first * result->nb[2];
+    return result;
+}
+
+// The weights of a product with one expert, where it is in host memory.
+ggml_tensor *GroupRun::weight_at(ggml_context *ctx, const ggml_tensor *product, int expert) {
+    const auto at = std::find(group.products.begin(), group.products.end(), product) - group.products.begin();
+    ggml_tensor *w = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, 1);
+    *w = *product->src[0];
+    w->ne[2] = 1;
+    w->nb[3] = w->nb[2];
+    w->data = const_cast<char *>(matrix((size_t)at, expert));
+    return w;
 }
 
 } // namespace
@@ -428,8 +571,8 @@ std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t
 }
 
 ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view,
-                        const std::function<void()> &copy_ahead) {
-    return GroupRun(d, group, graph).run(view, copy_ahead);
+                        const GroupHooks &hooks) {
+    return GroupRun(d, group, graph).run(view, hooks);
 }
 
 } // namespace fsd

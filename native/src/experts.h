@@ -21,8 +21,16 @@ ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, si
 // How often a graph on the inner device has chosen each expert. Waits for the choice.
 std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t n_experts);
 
-// Runs a group whose shadow nodes are `view`. Calls `copy_ahead` once the group's own copies are queued.
+// What a group needs of who runs it.
+struct GroupHooks {
+    // Called once the group's own copies are queued.
+    std::function<void()> copy_ahead;
+    // Called while experts are not read from disk yet, or when they cannot be. The group goes on if it returns success.
+    std::function<ggml_status(Taken)> wait;
+};
+
+// Runs a group whose shadow nodes are `view`. Nothing of it is computed if GroupHooks::wait has ended it.
 ggml_status run_experts(Device &d, ExpertGroup &group, const ggml_cgraph *graph, ggml_cgraph &view,
-                        const std::function<void()> &copy_ahead);
+                        const GroupHooks &hooks);
 
 } // namespace fsd

@@ -79,6 +79,7 @@ class Compiler {
     Needs needs_of(const ggml_tensor *node) const;
     // What is read from disk is streamed: the link is quicker than the disk, and the CPU would wait for whole matrices.
     bool on_cpu(uint32_t shard) const { return p.key.tier && p.key.tier->on_cpu(shard) && d.cache.holds_shard(shard); }
+    bool serves_cpu(const ExpertGroup &group, uint32_t shard) const;
     bool on_host(const Step &s) const;
     ggml_tensor *shadow(const ggml_tensor *t);
     void place_in_cache(ggml_tensor *s, const ggml_tensor *t);
@@ -606,6 +607,12 @@ bool Compiler::on_host(const Step &s) const {
     });
 }
 
+// Whether the CPU can compute single experts of a group, as the plan wants, though not all of its experts are held.
+bool Compiler::serves_cpu(const ExpertGroup &group, uint32_t shard) const {
+    const size_t most = (size_t)std::min(group.chosen(), group.weight(0)->ne[2]);
+    return p.key.tier && p.key.tier->on_cpu(shard) && d.cache.serves_experts(shard, most * group.products.size());
+}
+
 // Finds the graph's expert groups, and chooses those that are computed expert by expert: in graphs of few tokens, the groups
 // that are not fully resident.
 void Compiler::find_groups() {
@@ -628,7 +635,7 @@ void Compiler::find_groups() {
             resident = resident && d.arena.resident(piece);
             shard = d.weights.layout.pieces[piece].shard;
         }
-        group.streamed = !on_cpu(shard);
+        group.streamed = !(on_cpu(shard) || serves_cpu(group, shard));
         // For several tokens the kernel that an inner device picks may depend on the number of experts in the tensor.
         if (!resident && group.node0 >= p.key.first_node && n_tokens < kPrefillTokens &&
             (!group.streamed || n_tokens == 1) && group.chosen() * sizeof(int32_t) <= ExpertArena::kNumbersBytes) {

@@ -22,13 +22,13 @@ uint64_t HostCache::add(char *window, size_t bytes) {
 void HostCache::close() {
     if (disk_) {
         ahead_.stop();
+        experts_.stop();
         held_.stop();
     }
     open_.store(false);
     disk_.reset();
     ranges_.clear();
-    always_.clear();
-    shard_held_.clear();
+    held_of_.clear();
     files_.clear();
     changed_.clear();
     all_files_ = true;
@@ -41,9 +41,9 @@ void HostCache::plan() {
     }
     const Layout &layout = weights_.layout;
     ranges_.clear();
-    always_.clear();
-    uint64_t always = 0, mapped = 0;
+    uint64_t mapped = 0;
     size_t largest = 0;
+    std::vector<ExpertPiece> experts;
     for (const Piece &p : layout.pieces) {
         const Weight &w = weights_.all[p.tensor];
         FileRange range;
@@ -52,18 +52,20 @@ void HostCache::plan() {
         for (const Window &window : files_) {
             range.file = window.file->contains(range.from) ? window.file.get() : range.file;
         }
-        const bool experts = w.shape.ne[2] > 1;
-        always += experts ? range.page_bytes() : 0;
-        largest = std::max(largest, experts ? 0 : range.span_bytes());
-        always_.push_back(experts);
+        largest = std::max(largest, range.span_bytes());
         ranges_.push_back(range);
+        experts.emplace_back();
+        if (w.shape.ne[2] > 1) {
+            experts.back() = {range, p.shard, (int)w.shape.ne[2], w.shape.nb[2], ggml_row_size(w.shape.type, kRowRun)};
+        }
     }
     for (const Window &window : files_) {
         mapped += (uint64_t)(window.file->end() - window.file->begin());
     }
+    experts_.plan(std::move(experts));
     least_buffer_ = 2 * largest;
     embedding_room_ = std::min(kEmbeddingBytes, mapped / 16);
-    const uint64_t least = least_buffer_ + always + embedding_room_;
+    const uint64_t least = least_buffer_ + experts_.block_bytes() + embedding_room_;
     floor_.store(least < mapped ? least : 0);
 }
 
@@ -81,60 +83,73 @@ void HostCache::open() {
         w.file->give_back(w.file->begin(), (size_t)(w.file->end() - w.file->begin()));
         w.file->forget(w.file->begin(), (size_t)(w.file->end() - w.file->begin()));
     }
-    disk_ = std::make_unique<Disk>(script_, read_bytes_);
+    disk_ = std::make_unique<Disk>(script_, counts_);
     held_.start(*disk_, ranges_);
-    ahead_.start(*disk_, ranges_, [this](int piece) { return readable(piece); });
-    shard_held_.assign(weights_.n_shards, false);
+    ahead_.start(*disk_, ranges_, [this](int piece) { return held_.has(piece); });
+    experts_.start(*disk_, [this] { return used() + experts_.block_bytes() <= room_; });
+    held_of_.assign(weights_.n_shards, Part::some);
     embedding_bytes_ = embedding_room_;
     open_.store(true);
 }
 
+// What to hold, in `room` bytes, of weights that are not resident. What is left is for experts.
+std::vector<int> HostCache::choose(uint64_t &room) const {
+    std::vector<int> chosen;
+    for (size_t i = 0; i < ranges_.size(); i++) {
+        const size_t bytes = ranges_[i].page_bytes();
+        if (experts_.has((int)i) || weights_.layout.pieces[i].slab < (int)n_resident_) {
+            continue;
+        }
+        if (bytes > room) {
+            break;
+        }
+        chosen.push_back((int)i);
+        room -= bytes;
+    }
+    return chosen;
+}
+
 bool HostCache::set_room(uint64_t room, size_t n_resident) {
-    room -= std::min(room, embedding_room_);
+    n_resident_ = n_resident;
+    room_ = room;
+    room -= std::min(room, embedding_room_ + experts_.block_bytes());
     const uint64_t buffer = std::max(least_buffer_, std::min(kMostBuffer, room / 4) / kMiB * kMiB);
     const bool parked = !inner_.copy; // nothing will be taken
     const uint64_t now = ahead_.bytes();
     if (!parked && (now < least_buffer_ || now > std::max(least_buffer_, room / 3) || now < buffer / 2)) {
         ahead_.resize((size_t)buffer);
     }
-    const uint64_t to_hold = room - std::min<uint64_t>(room, ahead_.bytes());
-    uint64_t left = to_hold;
-    bool more = true;
-    std::vector<int> wanted;
-    for (bool always : {true, false}) {
-        for (size_t i = 0; i < ranges_.size(); i++) {
-            const size_t bytes = ranges_[i].page_bytes();
-            if (always_[i] != always) {
-                continue;
-            }
-            more = more && bytes <= left;
-            if (more && weights_.layout.pieces[i].slab >= (int)n_resident) {
-                wanted.push_back((int)i);
-                left -= bytes;
-            }
-        }
+    room -= std::min<uint64_t>(room, ahead_.bytes());
+    uint64_t left = room;
+    const std::vector<int> to_hold = choose(left);
+    std::vector<bool> needed;
+    for (const Piece &p : weights_.layout.pieces) {
+        needed.push_back(p.slab >= (int)n_resident);
     }
-    held_.want(wanted, to_hold);
-    n_resident_ = n_resident;
-    return note_held(true);
+    const size_t slots = experts_.most_slots();
+    experts_.set_room(left + experts_.block_bytes(), needed);
+    room += experts_.block_bytes();
+    held_.want(to_hold, room - std::min(room, std::max(experts_.most_bytes(), experts_.bytes())));
+    const bool fewer = note_held(true);
+    return fewer || slots != experts_.most_slots();
 }
 
 bool HostCache::adopt() { return held_.changed() && note_held(false); }
 
-// Whether shards are held, in the eyes of holds_shard(). Returns whether that has changed.
+// What is held of shards, in the eyes of the CPU. Returns whether that has changed.
 bool HostCache::note_held(bool only_less) {
-    std::vector<bool> held(shard_held_.size(), true);
+    std::vector<Part> held(held_of_.size(), Part::all);
     for (size_t i = 0; i < ranges_.size(); i++) {
         const Piece &p = weights_.layout.pieces[i];
         if (p.slab >= (int)n_resident_ && ranges_[i].page_bytes() > 0 && !held_.has((int)i)) {
-            held[p.shard] = false;
+            held[p.shard] = std::min(held[p.shard], experts_.has((int)i) ? Part::all_but_experts : Part::some);
         }
     }
     for (size_t s = 0; s < held.size(); s++) {
-        held[s] = held[s] && (shard_held_[s] || !only_less);
+        held[s] = only_less ? std::min(held[s], held_of_[s]) : held[s];
     }
-    const bool changed = held != shard_held_;
-    shard_held_ = std::move(held);
+    const bool changed = held != held_of_;
+    held_of_ = std::move(held);
     return changed;
 }
 
@@ -163,7 +178,7 @@ bool HostCache::begin_graph(int64_t n_tokens) {
     return true;
 }
 
-HostCache::Taken HostCache::take(int piece, std::chrono::milliseconds most, const char *&data) {
+Taken HostCache::take(int piece, std::chrono::milliseconds most, const char *&data) {
     const Taken taken = ahead_.take(piece, most, data);
     data = taken == Taken::yes && !data ? at(piece) : data;
     return taken;
@@ -172,6 +187,7 @@ HostCache::Taken HostCache::take(int piece, std::chrono::milliseconds most, cons
 void HostCache::rest() {
     if (is_open()) {
         ahead_.resize(0);
+        experts_.forget_copies();
     }
 }
 

@@ -1,6 +1,7 @@
 #include "inner.h"
 
 #include "layout.h"
+#include "mapped_file.h"
 #include "pacing.h"
 #include "system.h"
 
@@ -151,6 +152,20 @@ char *Inner::staging(size_t bytes) {
         pageable_staging.resize(pinned_staging ? 0 : staging_bytes.load());
     }
     return pinned_staging ? (char *)ggml_backend_buffer_get_base(pinned_staging.get()) : pageable_staging.data();
+}
+
+std::shared_ptr<char> Inner::pages(size_t bytes) const {
+    const auto first_page = [](void *p) { return FileRange::up((char *)p); };
+    const size_t all = bytes + MappedFile::kUnit;
+    ggml_backend_buffer_type_t host = host_buffer_type();
+    if (ggml_backend_buffer_t pinned = host ? ggml_backend_buft_alloc_buffer(host, all) : nullptr) {
+        return {first_page(ggml_backend_buffer_get_base(pinned)),
+                [pinned](char *) { ggml_backend_buffer_free(pinned); }};
+    }
+    if (char *memory = reserve_addresses(all)) {
+        return {first_page(memory), [memory, all](char *) { release_addresses(memory, all); }};
+    }
+    return nullptr;
 }
 
 // If the device's kernels can read staging memory a kernel fetches the rows, because a copy would wait behind the copies of

@@ -102,6 +102,8 @@ class Inner {
     void mirror_waits();
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
     char *staging(size_t bytes);
+    // Memory of whole pages for reads from disk, pinned if the device has such memory; null: there is none.
+    std::shared_ptr<char> pages(size_t bytes) const;
     // [any thread] Host memory that is held for copies: staging memory, and that of the host paths.
     uint64_t pinned_bytes() const { return staging_bytes.load() + host_paths.pinned_bytes.load(); }
     // Writes `n` rows of floats in staging memory to rows `places`, also in staging memory, of a tensor on the device.

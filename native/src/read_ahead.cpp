@@ -1,7 +1,5 @@
 #include "read_ahead.h"
 
-#include "system.h"
-
 #include <algorithm>
 
 namespace fsd {
@@ -20,8 +18,7 @@ void ReadAhead::stop() {
     freed_.reset();
     order_.clear();
     ranges_.clear();
-    memory_.reset();
-    base_ = nullptr;
+    base_.reset();
     bytes_ = 0;
     next_ = 0;
 }
@@ -31,19 +28,8 @@ void ReadAhead::resize(size_t bytes) {
     ggml_backend_synchronize(inner_.copy);
     slots_.clear();
     freed_.reset();
-    memory_.reset();
-    base_ = nullptr;
-    if (bytes > 0) {
-        const size_t all = bytes + MappedFile::kUnit;
-        ggml_backend_buffer_type_t host = inner_.host_buffer_type();
-        if (InnerBuffer pinned(host ? ggml_backend_buft_alloc_buffer(host, all) : nullptr); pinned) {
-            base_ = FileRange::up((char *)ggml_backend_buffer_get_base(pinned.get()));
-            memory_ = std::shared_ptr<ggml_backend_buffer>(pinned.release(), BufferDeleter());
-        } else if (char *pages = reserve_addresses(all)) {
-            base_ = FileRange::up(pages);
-            memory_ = std::shared_ptr<void>(pages, [all](void *p) { release_addresses((char *)p, all); });
-        }
-    }
+    base_.reset(); // first: both would be too much
+    base_ = bytes > 0 ? inner_.pages(bytes) : nullptr;
     bytes_ = base_ ? bytes : 0;
     next_ = 0;
 }
@@ -133,7 +119,7 @@ void ReadAhead::read() {
         slot.read = std::make_shared<DiskRead>();
         slot.read->file = r.file;
         slot.read->offset = r.file->offset_of(r.span());
-        slot.read->to = base_ + slot.at;
+        slot.read->to = base_.get() + slot.at;
         slot.read->bytes = slot.bytes;
         if (freed_ && inner_.quirks.keeps_until_waited) { // no other thread may wait for its events
             ggml_backend_event_synchronize(freed_.get());
@@ -170,7 +156,7 @@ void ReadAhead::seek(int range) {
     read();
 }
 
-ReadAhead::Taken ReadAhead::take(int range, milliseconds most, const char *&data) {
+Taken ReadAhead::take(int range, milliseconds most, const char *&data) {
     size_t first = first_waiting();
     if (first == slots_.size() || slots_[first].range != range) {
         seek(range);
@@ -182,17 +168,10 @@ ReadAhead::Taken ReadAhead::take(int range, milliseconds most, const char *&data
         return passes_(range) ? Taken::yes : Taken::not_yet;
     }
     Slot &slot = slots_[first];
-    DiskRead::State state = disk_->state(slot.read);
-    if (state <= DiskRead::State::running && most.count() > 0) {
-        const double start = seconds();
-        waiting_since_s_ = start;
-        state = disk_->wait(slot.read, most);
-        waiting_since_s_ = 0;
-        waited_s_ = waited_s_ + (seconds() - start);
-    }
+    const DiskRead::State state = disk_->wait(slot.read, most);
     if (state == DiskRead::State::done) {
         slot.taken = true;
-        data = base_ + slot.at + slot.skip;
+        data = base_.get() + slot.at + slot.skip;
         return Taken::yes;
     }
     if (state <= DiskRead::State::running) {
@@ -218,15 +197,6 @@ void ReadAhead::taken() {
         }
     }
     read();
-}
-
-double ReadAhead::seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-double ReadAhead::waited_s() const {
-    const double since = waiting_since_s_.load();
-    return waited_s_.load() + (since > 0 ? seconds() - since : 0);
 }
 
 } // namespace fsd

@@ -30,13 +30,11 @@ class ReadAhead {
 
     // The order in which ranges will be taken, again and again, or once. Reads begin.
     void follow(const std::vector<int> &ranges, bool again);
-    enum class Taken { yes, not_yet, failed };
     // The next range, at `data` once it is read. Waits `most` for it. Taken::yes without data: it passes now.
     Taken take(int range, std::chrono::milliseconds most, const char *&data);
     // All copies from ranges that were taken are queued on the copy stream.
     void taken();
     const std::string &why() const { return why_; } // of the latest failure
-    double waited_s() const;                        // [any thread] for the disk, the wait of now included
 
   private:
     struct Slot { // of the buffer; slots follow one another
@@ -54,14 +52,12 @@ class ReadAhead {
     bool find_place(size_t bytes, size_t &at);
     void read();
     void seek(int range);
-    static double seconds();
 
     Inner &inner_;
     Disk *disk_ = nullptr;
     std::vector<FileRange> ranges_;
     std::function<bool(int)> passes_;
-    std::shared_ptr<void> memory_;
-    char *base_ = nullptr;
+    std::shared_ptr<char> base_;
     std::atomic<size_t> bytes_{0};
     std::deque<Slot> slots_; // those that were taken come first
     std::vector<int> order_;
@@ -69,7 +65,6 @@ class ReadAhead {
     size_t next_ = 0;   // to read, in order_
     SharedEvent freed_; // of the latest slot whose place was given away
     std::string why_;
-    std::atomic<double> waited_s_{0}, waiting_since_s_{0};
 };
 
 } // namespace fsd

@@ -42,6 +42,9 @@ bool Ring::resize(size_t bytes) {
     inner_.synchronize();
     reset();
     experts_.clear();
+    if (buffer_) {
+        ggml_backend_synchronize(inner_.copy); // copies of experts
+    }
     ledger_.release(Use::ring, buffer_);
     base_ = nullptr;
     capacity_ = 0;
@@ -106,15 +109,22 @@ void Ring::use(size_t entry) {
     next_use_++;
 }
 
-Ring::Copied Ring::copy_missing_experts(size_t entry) {
-    Copied c = pump_next();
-    c.bytes += copy_experts(entry);
-    if (thread_) {
-        last_copy_[entry] = given_;
+Taken Ring::copy_missing_experts(size_t entry, std::chrono::milliseconds most, Copied &copied) {
+    const Copied started = pump_next();
+    copied.copies += started.copies;
+    copied.bytes += started.bytes;
+    Taken taken = Taken::yes;
+    if (cache_.takes_singly(entries_[entry].pieces[0])) {
+        taken = read_experts(entry, most, copied.bytes);
     } else {
+        copied.bytes += copy_experts(entry);
+    }
+    if (taken == Taken::yes && thread_) {
+        last_copy_[entry] = given_;
+    } else if (taken == Taken::yes) {
         ggml_backend_event_record(ready_[entry], inner_.copy);
     }
-    return c;
+    return taken;
 }
 
 void Ring::reset() {
@@ -179,9 +189,10 @@ void Ring::copy_from_host(char *to, const char *from, size_t bytes) {
     }
 }
 
-// Copies the range [from, to) of a piece in host memory to its place `at` in the ring, and the padding behind its last byte.
+// Copies the range [from, to) of a piece, which is at `source`, to its place `at` in the ring, and the padding behind the
+// piece's last byte.
 void Ring::copy_piece(const Piece &p, const char *source, size_t at, size_t from, size_t to) {
-    copy_from_host(base_ + at + from, source + from, to - from);
+    copy_from_host(base_ + at + from, source, to - from);
     if (to == p.bytes) {
         ggml_backend_t stream = thread_ ? inner_.compute : inner_.copy;
         inner_.compute_pending = inner_.compute_pending || thread_ != nullptr;
@@ -189,48 +200,104 @@ void Ring::copy_piece(const Piece &p, const char *source, size_t at, size_t from
     }
 }
 
-// Copies the experts that the layer's router chose last and that the entry's place in the ring lacks; cached experts are
-// copied within the device. Returns the bytes copied from the host. Kernels read past the end of a row, so the first
-// weights of the next expert are copied, too.
-uint64_t Ring::copy_experts(size_t entry) {
+// Copies an expert that is in a slot of the expert cache, within the device. The slot has the padding of the last expert, too.
+void Ring::copy_cached(size_t entry, int expert, int slot) {
     const RingEntry &e = entries_[entry];
     const Piece &p = weights_.layout.pieces[e.pieces[0]];
     const ggml_tensor &shape = weights_.all[p.tensor].shape;
-    const size_t each = shape.nb[2], n = shape.ne[2], run = ggml_row_size(shape.type, kRowRun);
+    const size_t each = shape.nb[2], at = (size_t)expert * each;
+    const size_t size = std::min(each + ggml_row_size(shape.type, kRowRun), p.padded - at);
+    char *cached = base_ + experts_.arena().at((size_t)slot) + experts_.arena().parts[(size_t)e.product];
+    ggml_tensor src = raw_tensor(buffer_.get(), cached, size);
+    ggml_tensor dst = raw_tensor(buffer_.get(), base_ + slots_[entry].offset + at, size);
+    if (thread_) {
+        given_ = thread_->queue({dst, nullptr, src});
+    } else {
+        ggml_backend_tensor_copy_async(inner_.copy, inner_.copy, &src, &dst);
+    }
+    held_[entry][(size_t)expert] = true;
+}
+
+// The experts that the layer's router chose last and that the entry's place in the ring lacks, but for those in the expert
+// cache, whose copies it starts.
+std::vector<int> Ring::lacking(size_t entry) {
+    const RingEntry &e = entries_[entry];
     const std::vector<uint32_t> &chosen = experts_.latest_choice((uint32_t)e.layer);
     std::vector<bool> &held = held_[entry];
-    held.resize(n);
-    uint64_t bytes = 0;
-    size_t from = n; // start of a run of neighbours to copy from the host; n: none
-    for (size_t i = 0; i <= n; i++) {
-        const bool lacks = i < chosen.size() && chosen[i] > 0 && !held[i];
-        const int slot = lacks ? experts_.where(e.layer, (int)i) : -1;
-        if (from < i && !(lacks && slot < 0)) {
-            const size_t to = std::min(i * each + run, p.bytes);
-            copy_piece(p, weights_.all[p.tensor].host + p.host_offset, slots_[entry].offset, from * each, to);
-            bytes += to - from * each;
-            from = n;
-        }
-        if (!lacks) {
+    held.resize((size_t)weights_.all[weights_.layout.pieces[e.pieces[0]].tensor].shape.ne[2]);
+    std::vector<int> lacking;
+    for (size_t i = 0; i < std::min(held.size(), chosen.size()); i++) {
+        if (chosen[i] == 0 || held[i]) {
             continue;
         }
-        held[i] = true;
-        if (slot < 0) {
-            from = std::min(from, i);
+        const int slot = experts_.where((uint32_t)e.layer, (int)i);
+        if (slot >= 0) {
+            copy_cached(entry, (int)i, slot);
         } else {
-            // The slot has the padding of the last expert, too.
-            const size_t size = std::min(each + run, p.padded - i * each);
-            char *cached = base_ + experts_.arena().at(slot) + experts_.arena().parts[e.product];
-            ggml_tensor src = raw_tensor(buffer_.get(), cached, size);
-            ggml_tensor dst = raw_tensor(buffer_.get(), base_ + slots_[entry].offset + i * each, size);
-            if (thread_) {
-                given_ = thread_->queue({dst, nullptr, src});
-            } else {
-                ggml_backend_tensor_copy_async(inner_.copy, inner_.copy, &src, &dst);
-            }
+            lacking.push_back((int)i);
         }
     }
+    return lacking;
+}
+
+// Copies the experts that an entry lacks, neighbours in one copy. Returns the bytes copied from the host. Kernels read past the
+// end of a row, so the first weights of the next expert are copied, too.
+uint64_t Ring::copy_experts(size_t entry) {
+    const Piece &p = weights_.layout.pieces[entries_[entry].pieces[0]];
+    const Weight &w = weights_.all[p.tensor];
+    const size_t each = w.shape.nb[2], run = ggml_row_size(w.shape.type, kRowRun);
+    const std::vector<int> experts = lacking(entry);
+    uint64_t bytes = 0;
+    for (size_t i = 0, end = 0; i < experts.size(); i = end) {
+        for (end = i; end < experts.size() && experts[end] == experts[i] + (int)(end - i); end++) {
+            held_[entry][(size_t)experts[end]] = true;
+        }
+        const size_t from = (size_t)experts[i] * each, to = std::min(from + (end - i) * each + run, p.bytes);
+        copy_piece(p, w.host + p.host_offset + from, slots_[entry].offset, from, to);
+        bytes += to - from;
+    }
     return bytes;
+}
+
+// The same, one by one, for those of them that are read. False: a read has failed.
+bool Ring::copy_read_experts(size_t entry, uint64_t &bytes) {
+    const int piece = entries_[entry].pieces[0];
+    const Piece &p = weights_.layout.pieces[piece];
+    const ggml_tensor &shape = weights_.all[p.tensor].shape;
+    const size_t each = shape.nb[2], run = ggml_row_size(shape.type, kRowRun);
+    std::vector<std::pair<int, int>> copied;
+    bool failed = false;
+    for (int expert : lacking(entry)) {
+        const char *data = nullptr;
+        const Taken taken = cache_.experts().take(piece, expert, std::chrono::milliseconds(0), data);
+        failed = failed || taken == Taken::failed;
+        if (taken == Taken::yes) {
+            const size_t from = (size_t)expert * each, to = std::min(from + each + run, p.bytes);
+            copy_piece(p, data, slots_[entry].offset, from, to);
+            held_[entry][(size_t)expert] = true;
+            copied.emplace_back(piece, expert);
+            bytes += to - from;
+        }
+    }
+    cache_.experts().copied(copied);
+    return !failed;
+}
+
+// Copies the experts that an entry lacks, and reads as many as there are slots for.
+Taken Ring::read_experts(size_t entry, std::chrono::milliseconds most, uint64_t &bytes) {
+    HostExperts &experts = cache_.experts();
+    const int piece = entries_[entry].pieces[0];
+    if (!copy_read_experts(entry, bytes)) {
+        return Taken::failed;
+    }
+    const std::vector<int> left = lacking(entry);
+    for (size_t i = 0; i < left.size() && experts.ask(piece, left[i], i == 0); i++) {
+    }
+    if (left.empty()) {
+        return Taken::yes;
+    }
+    const char *data = nullptr;
+    return experts.take(piece, left[0], most, data) == Taken::failed ? Taken::failed : Taken::not_yet;
 }
 
 // Waits for the streams and events, so that a device frees what finished work has used.
@@ -245,16 +312,16 @@ void Ring::rest() {
 }
 
 // Copies what an entry lacks of its pieces, as far as they are read.
-HostCache::Taken Ring::copy_pieces(size_t entry, std::chrono::milliseconds most, uint64_t &bytes) {
+Taken Ring::copy_pieces(size_t entry, std::chrono::milliseconds most, uint64_t &bytes) {
     const std::vector<int> &pieces = entries_[entry].pieces;
-    HostCache::Taken taken = HostCache::Taken::yes;
+    Taken taken = Taken::yes;
     for (; n_copied_ < pieces.size(); n_copied_++) {
         const Piece &p = weights_.layout.pieces[pieces[n_copied_]];
         const char *source = cache_.at(pieces[n_copied_]);
         const bool buffered = !source;
         if (buffered) {
             taken = cache_.take(pieces[n_copied_], most, source);
-            if (taken != HostCache::Taken::yes) {
+            if (taken != Taken::yes) {
                 break;
             }
         }
@@ -271,23 +338,28 @@ HostCache::Taken Ring::copy_pieces(size_t entry, std::chrono::milliseconds most,
     if (inner_.trace && bytes > 0) {
         inner_.trace->end(FSD_LANE_COPY, inner_.copy, bytes);
     }
-    if (taken == HostCache::Taken::yes) {
+    if (taken == Taken::yes) {
         n_copied_ = copied_bytes_ = 0;
     }
     return taken;
 }
 
 // Copies the next entry, whose place is free.
-HostCache::Taken Ring::copy_next(std::chrono::milliseconds most, Copied &copied) {
+Taken Ring::copy_next(std::chrono::milliseconds most, Copied &copied) {
     const size_t i = next_copy_ % entries_.size();
     uint64_t bytes = 0;
-    HostCache::Taken taken = HostCache::Taken::yes;
+    Taken taken = Taken::yes;
     if (entries_[i].layer >= 0) {
         if (inner_.trace) {
             inner_.trace->begin(FSD_LANE_COPY, inner_.copy);
         }
         held_[i].clear();
-        bytes = copy_experts(i); // a prediction: the router may not have chosen yet
+        // A prediction: the router may not have chosen yet. Nothing is read from disk for it.
+        if (cache_.takes_singly(entries_[i].pieces[0])) {
+            copy_read_experts(i, bytes);
+        } else {
+            bytes = copy_experts(i);
+        }
         if (inner_.trace) {
             inner_.trace->end(FSD_LANE_COPY, inner_.copy, bytes);
         }
@@ -295,7 +367,7 @@ HostCache::Taken Ring::copy_next(std::chrono::milliseconds most, Copied &copied)
         taken = copy_pieces(i, most, bytes);
     }
     copied.bytes += bytes;
-    if (taken == HostCache::Taken::yes) {
+    if (taken == Taken::yes) {
         if (thread_) {
             last_copy_[i] = given_;
         } else {
@@ -312,7 +384,7 @@ bool Ring::bring_next(std::chrono::milliseconds most, Copied &copied) {
     if (next_copy_ >= back && n_copied_ == 0) {
         ggml_backend_event_wait(inner_.copy, done_[(next_copy_ - back) % entries_.size()]);
     }
-    return copy_next(most, copied) != HostCache::Taken::failed;
+    return copy_next(most, copied) != Taken::failed;
 }
 
 Ring::Copied Ring::pump(uint64_t least_bytes) {
@@ -335,7 +407,7 @@ Ring::Copied Ring::pump(uint64_t least_bytes) {
                 ggml_backend_event_wait(inner_.copy, done_[previous % n]);
             }
         }
-        if (copy_next(std::chrono::milliseconds(0), all) != HostCache::Taken::yes) {
+        if (copy_next(std::chrono::milliseconds(0), all) != Taken::yes) {
             return all; // a failure comes up again when the step is used
         }
     }

@@ -56,8 +56,9 @@ class Ring {
     bool has_next() const { return next_copy_ > next_use_; }
     // Queues them, and waits for the disk as long as `most`. False when the weights cannot be read (HostCache::why).
     bool bring_next(std::chrono::milliseconds most, Copied &copied);
-    // Copies the chosen experts that pump() did not predict.
-    Copied copy_missing_experts(size_t entry);
+    // Copies the chosen experts that pump() did not predict, as far as they are read from disk, for which it waits `most`. To be
+    // called again until it returns Taken::yes; Taken::failed: HostExperts::why.
+    Taken copy_missing_experts(size_t entry, std::chrono::milliseconds most, Copied &copied);
 
     // The next step, which is `entry`, may be queued on the compute stream after this: the stream waits for its copies, or
     // the host does, and starts them if it had to wait for their slot.
@@ -83,9 +84,13 @@ class Ring {
     Copied pump_next();
     void copy_from_host(char *to, const char *from, size_t bytes);
     void copy_piece(const Piece &p, const char *source, size_t at, size_t from, size_t to);
-    HostCache::Taken copy_pieces(size_t entry, std::chrono::milliseconds most, uint64_t &bytes);
-    HostCache::Taken copy_next(std::chrono::milliseconds most, Copied &copied);
+    void copy_cached(size_t entry, int expert, int slot);
+    Taken copy_pieces(size_t entry, std::chrono::milliseconds most, uint64_t &bytes);
+    Taken copy_next(std::chrono::milliseconds most, Copied &copied);
     uint64_t copy_experts(size_t entry);
+    bool copy_read_experts(size_t entry, uint64_t &bytes);
+    Taken read_experts(size_t entry, std::chrono::milliseconds most, uint64_t &bytes);
+    std::vector<int> lacking(size_t entry);
     void rest();
 
     Inner &inner_;

@@ -204,9 +204,15 @@ def run(script: str, model: Path) -> Any:
     return json.loads(result.stdout)
 
 
-def test_the_cap_is_kept_and_the_text_is_the_same(own_deep_model: Path) -> None:
-    file_bytes = own_deep_model.stat().st_size
-    whole, read_before, found, grown = run(CAPS, own_deep_model)
+@pytest.fixture(params=["own_deep_model", "own_moe"])
+def any_model(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
+def test_the_cap_is_kept_and_the_text_is_the_same(any_model: Path) -> None:
+    file_bytes = any_model.stat().st_size
+    whole, read_before, found, grown = run(CAPS, any_model)
     assert whole >= file_bytes * 0.9
     assert read_before == 0
     reads = []
@@ -220,16 +226,16 @@ def test_the_cap_is_kept_and_the_text_is_the_same(own_deep_model: Path) -> None:
     assert grown
 
 
-def test_the_cap_changes_during_decodes(own_deep_model: Path) -> None:
-    least, refused, same, n_changes, n_over = run(CHANGES, own_deep_model)
+def test_the_cap_changes_during_decodes(any_model: Path) -> None:
+    least, refused, same, n_changes, n_over = run(CHANGES, any_model)
     assert refused == least
     assert same == [True] * 4
     assert n_changes > 5
     assert n_over == 0
 
 
-def test_planned_weights_come_from_disk_and_a_changed_file_is_noticed(own_deep_model: Path) -> None:
-    near, read, why = run(PLANNED, own_deep_model)
+def test_planned_weights_come_from_disk_and_a_changed_file_is_noticed(any_model: Path) -> None:
+    near, read, why = run(PLANNED, any_model)
     assert near < 0.5
     assert read > 0
     assert "was changed while it was in use" in why

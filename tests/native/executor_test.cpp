@@ -1091,10 +1091,37 @@ struct DiskSession : Session {
         const uint64_t kv = 1 << 20; // KV blocks may go to host memory
         return host_floor + kv + (uint64_t)((double)(host_full - host_floor) * ((double)random() / 4294967296.0));
     }
+    uint64_t expert_bytes() const {
+        uint64_t bytes = 0;
+        for (const ggml_tensor *t : net->weights.all) {
+            bytes += ggml_n_dims(t) == 3 ? ggml_nbytes(t) : 0;
+        }
+        return bytes;
+    }
+    // From now on all weights but experts are in VRAM or held. Returns the host budget.
+    uint64_t leave_experts(bool planned) {
+        const uint64_t budget = host_floor + ggml_nbytes(net->weights.head) + (768 << 10);
+        CHECK(fsd_set_budget(full - expert_bytes(), 0) == FSD_OK && fsd_set_host_budget(budget, 10) == FSD_OK);
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        const std::vector<uint8_t> placement(n_shards, planned ? FSD_CPU : FSD_STREAMED);
+        const fsd_tier tier = {0, placement.data()};
+        const uint64_t ring = 3 * kPieceBytes; // with room for a few experts
+        CHECK(fsd_set_plan(&tier, 1, n_shards, ring, 0.5, !planned) == FSD_OK);
+        const auto waits = [this] {
+            const fsd_stats before = stats();
+            check_decode(conversation.size() - 1);
+            return stats().disk_read_bytes - before.disk_read_bytes > expert_bytes();
+        };
+        check_conversation();
+        CHECK(fsd::device().cache.is_open());
+        while (waits()) { // until what is to be held has been read
+        }
+        return budget;
+    }
     // Decodes until a graph fails.
     void expect_failure(const char *why) {
         ggml_status status = GGML_STATUS_SUCCESS;
-        for (size_t i = 0; i < 10 * conversation.size() && status == GGML_STATUS_SUCCESS; i++) {
+        for (size_t i = 0; i < 40 * conversation.size() && status == GGML_STATUS_SUCCESS; i++) {
             if (i % conversation.size() == 0) {
                 net->forget();
             }
@@ -1138,6 +1165,38 @@ LINUX_SCENARIO(weights_from_disk_give_the_same_result) {
     CHECK(fsd_park() == FSD_OK && fsd_unpark() == FSD_OK);
     s.check_conversation();
 }
+
+void read_experts(bool planned) {
+    DiskSession s(config_of(0));
+    s.commit();
+    const uint64_t experts = s.expert_bytes();
+    CHECK(s.host_floor < experts); // not all of them are held
+    const uint64_t budget = s.leave_experts(planned);
+    const fsd_stats before = stats();
+    s.check_conversation();
+    const uint64_t read = stats().disk_read_bytes - before.disk_read_bytes;
+    CHECK(read > 0 && read < s.conversation.size() * experts);
+    for (int i = 0; i < 20; i++) { // until the cache in VRAM is full, nothing is left to the CPU
+        s.check_conversation();
+        CHECK(stats().host_used_bytes <= budget);
+    }
+    CHECK((stats().experts_on_cpu > before.experts_on_cpu) == planned);
+    CHECK(stats().experts_streamed > before.experts_streamed);
+    // With more room they stay.
+    CHECK(fsd_set_host_budget(0, 10) == FSD_OK);
+    for (int i = 0; i < 20; i++) {
+        s.check_conversation();
+    }
+    const uint64_t all = stats().disk_read_bytes;
+    s.check_conversation();
+    CHECK(stats().disk_read_bytes == all);
+    CHECK(fsd_park() == FSD_OK && fsd_unpark() == FSD_OK);
+    s.check_conversation();
+}
+
+LINUX_SCENARIO(experts_are_read_one_by_one) { read_experts(false); }
+
+LINUX_SCENARIO(experts_are_read_one_by_one_for_the_cpu) { read_experts(true); }
 
 LINUX_SCENARIO(host_budget_changes_while_graphs_run) {
     DiskSession s(config_of(0));
@@ -1219,12 +1278,18 @@ LINUX_SCENARIO(a_read_that_fails_ends_one_graph) {
     s.check_conversation();
 }
 
-LINUX_SCENARIO(a_disk_that_stalls_does_not_hold_up_budgets) {
-    CHECK(fsd::set_environment("FRAMESHARD_FAULTS", "disk_stall=40,stuck_ms=3000"));
+// `all`: experts are not all that is read while graphs run.
+void stall(bool all, bool planned) {
+    const char *number = all ? "40" : "600"; // of the reads: leave_experts() takes fewer
+    CHECK(fsd::set_environment("FRAMESHARD_FAULTS", (std::string("stuck_ms=3000,disk_stall=") + number).c_str()));
     DiskSession s(config_of(0));
     s.commit();
-    CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
-    CHECK(fsd_set_host_budget(stats().host_floor_bytes + (1 << 20), 10) == FSD_OK);
+    if (all) {
+        CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
+        CHECK(fsd_set_host_budget(stats().host_floor_bytes + (1 << 20), 10) == FSD_OK);
+    } else {
+        s.leave_experts(planned);
+    }
     std::atomic<bool> done{false};
     std::thread changer([&] {
         while (!done.load() && stats().disk_waited_s < 0.5) { // it grows while the disk is stuck
@@ -1233,10 +1298,35 @@ LINUX_SCENARIO(a_disk_that_stalls_does_not_hold_up_budgets) {
         CHECK(!done.load());
         CHECK(fsd_set_budget(s.floor, 1.5) == FSD_OK && stats().used_bytes <= s.floor);
     });
-    s.check_conversation();
+    for (int i = 0; i < 100 && stats().disk_waited_s < 0.5; i++) {
+        s.check_conversation();
+    }
     done.store(true);
     changer.join();
     CHECK(stats().disk_waited_s >= 0.5);
+}
+
+LINUX_SCENARIO(a_disk_that_stalls_does_not_hold_up_budgets) { stall(true, false); }
+
+LINUX_SCENARIO(a_disk_that_stalls_on_an_expert_does_not_hold_up_budgets) { stall(false, false); }
+
+LINUX_SCENARIO(a_disk_that_stalls_on_an_expert_of_the_cpu_does_not_hold_up_budgets) { stall(false, true); }
+
+LINUX_SCENARIO(an_expert_that_cannot_be_read_ends_one_graph) {
+    set_fault("disk_fail", 600);
+    DiskSession s(config_of(0));
+    s.commit();
+    s.leave_experts(false);
+    s.expect_failure("cannot be read");
+    std::vector<float> logits;
+    s.net->forget();
+    for (int tries = 0; s.net->decode(s.conversation[0], logits) != GGML_STATUS_SUCCESS; tries++) {
+        CHECK(tries < 8); // the reads that are still to fail
+        s.net->forget();
+    }
+    for (int i = 0; i < 3; i++) {
+        s.check_conversation();
+    }
 }
 
 LINUX_SCENARIO(a_file_that_changes_ends_every_graph) {
