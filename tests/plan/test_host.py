@@ -17,7 +17,7 @@ import pytest
 from frameshard.engine import diskprobe
 from frameshard.errors import BadArgument, BudgetBelowFloor
 from frameshard.native import CPU
-from frameshard.plan.host import disk_share, host_floor
+from frameshard.plan.host import host_floor, host_share
 from frameshard.plan.layout import lay_out
 from frameshard.plan.model import read_model
 from frameshard.plan.plans import make_plan
@@ -46,9 +46,9 @@ def test_less_host_memory_means_more_reads(model_path: Path) -> None:
     for budget in budgets:
         # What is resident in VRAM or on the CPU is not read.
         n_slabs = len(layout.sizes.slabs) // 3
-        share = disk_share(layout, "emulated", n_slabs, budget)
+        share = host_share(layout, "emulated", n_slabs, budget).read
         assert (share <= 1 - layout.resident_share(n_slabs) + 1e-9).all()
-        from_disk = disk_share(layout, "emulated", 0, budget) > 0
+        from_disk = host_share(layout, "emulated", 0, budget).read > 0
         tier = plan(WITH_DISK, host_budget_bytes=budget).tiers[0]
         on_cpu = np.array(tier.placements) == CPU
         assert tier.cpu_bytes <= sum(shard.n_bytes for i, shard in enumerate(layout.ladder) if on_cpu[i])
@@ -60,14 +60,30 @@ def test_less_host_memory_means_more_reads(model_path: Path) -> None:
         plan(PLAIN, host_budget_bytes=floor)
 
 
-def test_experts_are_held(moe_path: Path) -> None:
+def test_experts_that_are_used_less_come_from_disk(moe_path: Path) -> None:
     model = read_model(moe_path)
     layout = lay_out(model, "emulated")
     experts = sum(shard.n_bytes for shard in layout.ladder if shard.kind == "experts")
-    assert host_floor(layout, "emulated") > experts
-    share = disk_share(layout, "emulated", 0, host_floor(layout, "emulated") + MIB)
-    assert share.max() == 1
-    assert all(share[i] == 0 for i, shard in enumerate(layout.ladder) if shard.kind == "experts")
+    floor = host_floor(layout, "emulated")
+    assert floor < experts / 2
+    least = host_share(layout, "emulated", 0, floor)
+    assert least.read.max() == 1
+    assert all(least.read[i] == 0 for i, shard in enumerate(layout.ladder) if shard.kind == "experts")
+    plan = partial(make_plan, model, WITH_DISK, fixed_bytes=8 * MIB, budget_bytes=40 * MIB)
+    budgets = [floor, *range(floor + MIB, model.file_bytes, 16 * MIB), 0]
+    plans = [plan(host_budget_bytes=budget) for budget in budgets]
+    read = [each.disk_bytes for each in plans]
+    assert read == sorted(read, reverse=True)
+    assert read[-1] == 0
+    active = sum(shard.active_bytes for shard in layout.ladder)
+    assert 0.7 * active < read[0] < active  # a token uses a quarter of the experts
+    for each in plans:
+        assert each.predicted_decode_s() >= each.disk_bytes / 5e8
+        assert each.predicted_decode_tps() <= each.bound_decode_tps() * 1.000001
+    # Some choices of a router are more frequent: these experts stay in host memory.
+    even = plan(host_budget_bytes=model.file_bytes // 2)
+    favourites = plan(host_budget_bytes=model.file_bytes // 2, routing=(0.4, 0.3, 0.2, 0.02, 0.02, 0.02, 0.02, 0.02))
+    assert favourites.disk_bytes < 0.6 * even.disk_bytes
 
 
 def test_the_command_line_takes_a_host_budget(model_path: Path, tmp_path: Path) -> None:

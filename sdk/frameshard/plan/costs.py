@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frameshard.plan import roofline
+from frameshard.plan.host import HostShare
 from frameshard.plan.layout import Layout
 from frameshard.plan.memory import kv_bytes
 from frameshard.plan.profile import KvType, Profile, heads_of
@@ -75,22 +76,26 @@ class Conditions:
 class Costs:
     """The times of each shard on a machine, if ``share`` of its bytes are resident.
 
-    :param disk: the share of each shard's bytes that every graph reads from disk. The CPU does not compute such shards.
+    :param host: what is in host memory; None for all weights. The CPU computes no shard of which a part is read from
+        disk for every graph.
     """
 
     def __init__(
-        self, layout: Layout, profile: Profile, share: Floats, conditions: Conditions, disk: Floats | None = None
+        self, layout: Layout, profile: Profile, share: Floats, conditions: Conditions, host: HostShare | None = None
     ) -> None:
         self.layout, self.profile, self.resident_share, self.conditions = layout, profile, share, conditions
         shards = self.shards = Shards(layout)
-        self.disk_share = np.zeros(len(shards.n_bytes)) if disk is None else disk
-        self.disk_s = 0.0  # of each graph
-        if self.disk_share.any():
+        self.disk_share = np.zeros(len(shards.n_bytes)) if host is None else host.read
+        n_matrices = float("inf") if host is None else host.n_matrices
+        ring = conditions.ring
+        self.experts = Experts(layout, shards, share, ring, conditions.routing, n_matrices)
+        self.disk_bytes = float((shards.n_bytes * self.disk_share).sum())
+        """The bytes that every graph reads from disk, without experts."""
+        self.disk_s = 0.0
+        if self.disk_bytes:
             sizes = layout.sizes
             read_bytes = float(np.average(sizes.piece_padded_bytes, weights=self.disk_share[sizes.piece_shards]))
-            self.disk_s = float((shards.n_bytes * self.disk_share).sum()) / profile.disk_rate(read_bytes)
-        ring = conditions.ring
-        self.experts = Experts(layout, shards, share, ring, conditions.routing)
+            self.disk_s = self.disk_bytes / profile.disk_rate(read_bytes)
         self.kernels_s = profile.kernel_s * shards.by_kind({k: float(n) for k, n in _KERNELS.items()})
         pass_s = 4 * layout.model.n_embd / profile.device_memory
         self.passes_s = pass_s * shards.by_kind({k: float(n) for k, n in _PASSES.items()})
@@ -112,7 +117,7 @@ class Costs:
         copy: list[Floats] = []
         device: list[Floats] = []
         cpu: list[Floats] = []
-        resident_s = kv_copy_s = memory_s = 0.0
+        resident_s = kv_copy_s = memory_s = disk_s = 0.0
         for n_tokens, n_before, n_seq in graphs:
             graph = self.at(n_tokens, n_before, n_seq)
             copy.append(graph.fetched * left_out / profile.h2d)
@@ -121,6 +126,7 @@ class Costs:
             resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
             kv_copy_s += graph.host_kv.copy_s
             memory_s += graph.memory_s
+            disk_s += graph.from_disk.ahead_s + graph.from_disk.experts_s
         least_s = roofline.least_seconds(
             np.concatenate(copy),
             np.concatenate(device),
@@ -129,7 +135,7 @@ class Costs:
             copied_s=kv_copy_s,
             memory_s=memory_s if may_use_cpu else 0.0,
         )
-        return max(least_s, len(graphs) * self.disk_s)
+        return max(least_s, disk_s)
 
     def static_seconds(self, n_tokens: int, n_before: int, n_seq: int = 1) -> float:
         """The time of a graph without streaming, as llama.cpp runs it: copies and computation do not overlap. The
@@ -177,6 +183,22 @@ class _HostKv:
     n_layers: float
 
 
+@dataclass(frozen=True, eq=False)
+class FromDisk:
+    """What a graph reads from disk.
+
+    :param n_bytes: its bytes.
+    :param ahead_s: the time of reads that run ahead of use.
+    :param experts_s: the time of reads for which all else waits.
+    :param computable: the shards that the CPU can compute; shape [shards].
+    """
+
+    n_bytes: float
+    ahead_s: float
+    experts_s: float
+    computable: Mask
+
+
 class Graph:
     """The times of one graph; made by :meth:`Costs.at`."""
 
@@ -191,6 +213,7 @@ class Graph:
         # The part of the weights that host memory must supply if they are not resident: cached experts need no copy.
         self.uncached = np.where(experts.missing, 1 - cached, 1.0)
         self.fetched = touched * self.uncached
+        self.from_disk = self._from_disk(costs, used, n_cached, one_at_a_time=one_at_a_time)
         self._attend(costs, n_tokens, n_before, n_seq)
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.conditions.turn_s + activations
@@ -224,7 +247,6 @@ class Graph:
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s, self._handoffs, self._copy_s = shared_s[order], turns[order], copy_s[order]
         self._left_out = share[order] < 1.0
-        self._costs = costs
         self._always_s = self.attention_s + costs.conditions.turn_s
 
     def _compute(self, costs: Costs, n_tokens: int, n_rows: int, used: Floats) -> Floats:
@@ -251,6 +273,19 @@ class Graph:
         )
         touched: Floats = shards.n_bytes * share_used
         return touched
+
+    @staticmethod
+    def _from_disk(costs: Costs, used: Floats, n_cached: float, *, one_at_a_time: bool) -> FromDisk:
+        experts, computable = costs.experts, costs.disk_share == 0
+        if experts.n_in_host == float("inf"):
+            return FromDisk(costs.disk_bytes, costs.disk_s, 0.0, computable)
+        # The experts that are used most are in VRAM, the next ones in host memory.
+        n_missing = float(used.sum()) - _first(used, n_cached + experts.n_in_host)
+        n_bytes = n_missing * experts.matrix_bytes * experts.n_matrices
+        experts_s = n_bytes / costs.profile.disk_rate(experts.matrix_bytes)
+        if not one_at_a_time:  # there are no whole tensors of experts
+            computable = computable & ~experts.missing
+        return FromDisk(costs.disk_bytes + n_bytes, costs.disk_s, experts_s, computable)
 
     def _attend(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
         """Sets the times of attention, and those of keys and values in host memory."""
@@ -327,7 +362,12 @@ class Graph:
 
         :param best: if the time is at least this, the result may be any number from ``best`` up, which is quicker.
         """
-        cpu = on_cpu[self._order] & self._left_out & (self._costs.disk_share[self._order] == 0)
+        experts_s = self.from_disk.experts_s
+        return experts_s + self._beside_reads(on_cpu & self.from_disk.computable, best - experts_s)
+
+    def _beside_reads(self, on_cpu: Mask, best: float) -> float:
+        """The time without that in which all waits for experts from the disk."""
+        cpu = on_cpu[self._order] & self._left_out
         streamed = self._left_out & ~cpu
         kv_copy_s = self.host_kv.copy_s
         copy = float(self._copy_s @ streamed) + kv_copy_s
@@ -345,7 +385,7 @@ class Graph:
         singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
         singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
         copying = copy + singly + (host if self._cpu_copies else 0.0)
-        least = max(chain, copying, self.memory_s, self._costs.disk_s)
+        least = max(chain, copying, self.memory_s, self.from_disk.ahead_s)
         work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
         # The link is not free for other copies while single experts are copied.
         taken = self._streamed_singly * self._expert_copy_s * np.where(cpu, self.expert_stream_share, streamed)

@@ -1,9 +1,13 @@
-"""What of a model's weights is in host memory at a host budget, and what comes from the disk for every graph.
+"""What of a model's weights is in host memory at a host budget, and what comes from the disk.
 
-The shard device divides the budget in the same way (``native/src/host_cache.cpp``). Sizes are bytes.
+The shard device divides the budget in the same way (``host_cache.cpp`` and ``host_experts.cpp`` in ``native/src``).
+Sizes are bytes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +19,25 @@ from frameshard.plan.layout import Floats, Layout
 _MOST_BUFFER_BYTES = 64 << 20  # for reads ahead: a quarter of the room, up to so much
 _MOST_EMBEDDING_BYTES = 4 << 20  # for rows of the embedding, which llama.cpp reads through the page cache
 _STAGING_BYTES = 32 << 20  # what is held is not pinned: it is copied to the device through this
+_PAGE_BYTES = 4096  # of reads from disk
+_ROW_RUN = 512  # so many weights behind a matrix are read with it
+_BLOCK_SLOTS = 64  # matrices of experts in a block, at most
+_LEAST_BLOCKS = 8  # for all experts: the blocks of small models are smaller,
+_LEAST_SLOTS = 8  # but not below this
+_PASSING = 64  # slots for experts that do not stay: so many, or a half
+
+
+@dataclass(frozen=True, eq=False)
+class HostShare:
+    """What is in host memory, of weights that are not resident in VRAM.
+
+    :param read: for each shard, the share of its bytes that every graph reads from disk, without experts; shape
+        [shards].
+    :param n_matrices: how many matrices of single experts stay in host memory; infinite where all are there.
+    """
+
+    read: Floats
+    n_matrices: float
 
 
 def host_floor(layout: Layout, device: str) -> int:
@@ -22,22 +45,20 @@ def host_floor(layout: Layout, device: str) -> int:
 
     :param device: name of the inner device.
     """
-    n_bytes, experts = layout.sizes.piece_padded_bytes, _of_experts(layout)
-    return _beside(layout, device) + _least_buffer(n_bytes, experts) + int(n_bytes[experts].sum())
+    return _beside(layout, device) + _least_buffer(layout) + _blocks(layout).n_bytes
 
 
-def disk_share(layout: Layout, device: str, n_slabs: int, host_budget_bytes: int) -> Floats:
-    """For each shard, the share of its bytes that every graph reads from disk; shape [shards].
+def host_share(layout: Layout, device: str, n_slabs: int, host_budget_bytes: int) -> HostShare:
+    """What is in host memory at a budget.
 
     :param device: name of the inner device.
     :param n_slabs: the number of resident slabs.
     :param host_budget_bytes: host memory for weights; 0 for no limit.
     :raises BudgetBelowFloor: the budget is below the floor.
     """
-    n_bytes, experts = layout.sizes.piece_padded_bytes, _of_experts(layout)
     n_shards = len(layout.ladder)
     if not host_budget_bytes or host_budget_bytes >= layout.model.file_bytes:
-        return np.zeros(n_shards)
+        return HostShare(np.zeros(n_shards), float("inf"))
     floor = host_floor(layout, device)
     if host_budget_bytes < floor:
         raise BudgetBelowFloor(
@@ -45,28 +66,61 @@ def disk_share(layout: Layout, device: str, n_slabs: int, host_budget_bytes: int
             budget_bytes=host_budget_bytes,
             floor_bytes=floor,
         )
-    room = host_budget_bytes - _beside(layout, device)
-    buffer = max(_least_buffer(n_bytes, experts), min(_MOST_BUFFER_BYTES, room // 4))
-    left = room - buffer - int(n_bytes[experts].sum())
-    wanted = ~experts & (layout.sizes.piece_slabs >= n_slabs)
-    held = np.cumsum(np.where(wanted, n_bytes, 0)) <= left
+    n_bytes, blocks = layout.sizes.piece_padded_bytes, _blocks(layout)
+    room = host_budget_bytes - _beside(layout, device) - blocks.n_bytes
+    room -= max(_least_buffer(layout), min(_MOST_BUFFER_BYTES, room // 4))
+    left_out = layout.sizes.piece_slabs >= n_slabs
+    wanted = (blocks.n_experts == 1) & left_out
+    held = np.cumsum(np.where(wanted, n_bytes, 0)) <= room
     from_disk = np.where(wanted & ~held, n_bytes, 0)
     shards = layout.sizes.piece_shards
     read = np.bincount(shards, weights=from_disk.astype(np.float64), minlength=n_shards)
     share: Floats = read / np.bincount(shards, weights=n_bytes, minlength=n_shards)
-    return share
+    room -= int(n_bytes[wanted & held].sum())
+    return HostShare(share, blocks.n_staying(room, int(blocks.n_experts[(blocks.n_experts > 1) & left_out].sum())))
 
 
-def _of_experts(layout: Layout) -> NDArray[np.bool_]:
-    """For each piece, whether it has experts: these are all held."""
-    kinds = np.array([shard.kind == "experts" for shard in layout.ladder])
-    of_experts: NDArray[np.bool_] = kinds[layout.sizes.piece_shards]
-    return of_experts
+class _Blocks:
+    """The blocks of slots for single experts.
+
+    :ivar n_experts: for each piece, its experts; 1 for a piece without.
+    :ivar n_bytes: the bytes of a block, which is the least; 0 for a model without experts.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        shapes = [tensor.shape for shard in layout.ladder for tensor in shard.tensors]
+        pieces = layout.sizes.piece_weights.tolist()
+        self.n_experts: NDArray[np.int64] = np.array(
+            [shapes[i][2] if len(shapes[i]) > 2 else 1 for i in pieces], dtype=np.int64
+        )
+        of_experts = self.n_experts > 1
+        n_matrices = int(self.n_experts[of_experts].sum())
+        self._n_slots = min(_BLOCK_SLOTS, max(n_matrices // _LEAST_BLOCKS, _LEAST_SLOTS))
+        rows = np.array([_ROW_RUN / (shapes[i][0] * shapes[i][1]) if len(shapes[i]) > 2 else 0.0 for i in pieces])
+        matrices = layout.sizes.piece_padded_bytes / self.n_experts * (1 + rows)
+        slot_bytes = -(-int(matrices[of_experts].max(initial=0)) // _PAGE_BYTES) * _PAGE_BYTES
+        self.n_bytes = self._n_slots * (slot_bytes + _PAGE_BYTES) if n_matrices else 0
+
+    def n_staying(self, room: int, n_needed: int) -> float:
+        """How many matrices stay in host memory.
+
+        :param room: host memory beside the least.
+        :param n_needed: the matrices that are not resident.
+        """
+        if not self.n_bytes:
+            return float("inf")
+        n_slots = min((room // self.n_bytes + 1) * self._n_slots, n_needed)
+        return float("inf") if n_slots == n_needed else n_slots - min(_PASSING, n_slots // 2)
 
 
-def _least_buffer(n_bytes: NDArray[np.int64], experts: NDArray[np.bool_]) -> int:
-    """Room for two of the largest pieces that are not held at every budget."""
-    return 2 * int(n_bytes[~experts].max(initial=0))
+@lru_cache(maxsize=8)
+def _blocks(layout: Layout) -> _Blocks:
+    return _Blocks(layout)
+
+
+def _least_buffer(layout: Layout) -> int:
+    """Room for two of the largest pieces."""
+    return 2 * int(layout.sizes.piece_padded_bytes.max(initial=0))
 
 
 def _beside(layout: Layout, device: str) -> int:

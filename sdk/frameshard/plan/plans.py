@@ -23,7 +23,7 @@ import numpy as np
 from frameshard.errors import below_floor
 from frameshard.native import CPU, STREAMED
 from frameshard.plan.costs import Conditions, Costs, Graph
-from frameshard.plan.host import disk_share
+from frameshard.plan.host import host_share
 from frameshard.plan.layout import Layout, lay_out
 from frameshard.plan.memory import Context
 from frameshard.plan.model import Model
@@ -94,7 +94,7 @@ class Plan:
     :param tiers: the placements of the other shards, by the size of a graph.
     :param expert_stream_share: from 0 to 1. It concerns the experts that a token needs and that are neither resident
         nor cached: this share of them is copied, and the CPU computes the others in about the same time.
-    :param disk_bytes: weights that every decode reads from disk.
+    :param disk_bytes: weights that a decode of one token reads from disk, on average.
     """
 
     budget_bytes: int
@@ -262,7 +262,7 @@ def make_plan(
         resident=len(whole) if whole.all() else int(np.argmin(whole)),
         tiers=tiers,
         expert_stream_share=costs.stream_share,
-        disk_bytes=round(float((costs.shards.n_bytes * costs.disk_share).sum())),
+        disk_bytes=round(costs.at(1, n_ctx_used).from_disk.n_bytes),
         mode=mode,
         n_ubatch=n_ubatch,
         _costs=costs,
@@ -317,8 +317,8 @@ def _with_cache(
 
 
 def _costs(layout: Layout, profile: Profile, n_slabs: int, conditions: Conditions) -> Costs:
-    disk = disk_share(layout, profile.device, n_slabs, conditions.host_budget_bytes)
-    return Costs(layout, profile, layout.resident_share(n_slabs), conditions, disk)
+    host = host_share(layout, profile.device, n_slabs, conditions.host_budget_bytes)
+    return Costs(layout, profile, layout.resident_share(n_slabs), conditions, host)
 
 
 def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:
@@ -353,7 +353,7 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatc
     share, n_bytes = costs.resident_share, costs.shards.n_bytes
     left_out = share < 1.0
     placements = np.where(np.where(left_out, on_cpu, evicted), CPU, STREAMED)
-    on_cpu = on_cpu & (costs.disk_share == 0)
+    on_cpu = on_cpu & graph.from_disk.computable
     streamed, cpu = left_out & ~on_cpu, left_out & on_cpu
     return TierPlan(
         min_tokens=min_tokens,

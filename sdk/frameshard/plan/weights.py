@@ -49,9 +49,20 @@ class Shards:
 
 
 class Experts:
-    """The experts that are not resident, and the number of them in the expert cache."""
+    """The experts that are not resident, and the numbers of them in the expert cache and in host memory.
 
-    def __init__(self, layout: Layout, shards: Shards, share: Floats, ring: int, routing: Sequence[float]) -> None:
+    :param n_matrices: how many matrices of single experts stay in host memory.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        shards: Shards,
+        share: Floats,
+        ring: int,
+        routing: Sequence[float],
+        n_matrices: float = float("inf"),
+    ) -> None:
         experts, model = shards.masks["experts"], layout.model
         self.missing: Mask = experts & (share < 1.0)
         n_expert = model.n_expert if experts.any() else 0
@@ -71,3 +82,7 @@ class Experts:
         self.n_cached = (n_slots - min(layout.sizes.expert_slots_passing, n_slots / 4)) / layers
         """The average number of experts of a layer in the cache, while decoding."""
         self.n_cached_in_prompts = max(ring - 3 * layout.min_ring_bytes, 0) / each / layers
+        self.n_matrices = layers * float(shards.n_tensors[experts].mean()) if n_expert else 0.0
+        """The matrices of one expert in all layers."""
+        self.n_in_host = n_matrices / self.n_matrices if self.n_matrices else float("inf")
+        """The average number of experts of a layer in host memory, which is the second cache."""
