@@ -5,6 +5,7 @@
 #include "last_error.h"
 #include "plugin.h"
 #include "tower.h"
+#include "unread_load.h"
 
 #include <algorithm>
 #include <chrono>
@@ -364,6 +365,10 @@ fsd_status fsd_set_host_budget(uint64_t bytes, double timeout_s) {
     }
     if (!d.host.fits(bytes)) {
         return fail(FSD_BELOW_HOST_FLOOR, below_host_floor(bytes, d.host.floor()));
+    }
+    if (d.host.floor() == 0) { // nothing was committed
+        std::lock_guard<std::mutex> lock(d.graph_mutex);
+        expect_unread_load(bytes > 0 && d.weights.all.empty());
     }
     const uint64_t number = d.host.ask(bytes);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);

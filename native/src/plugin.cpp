@@ -4,6 +4,7 @@
 #include "device.h"
 #include "executor.h"
 #include "tower.h"
+#include "unread_load.h"
 
 #include <cstring>
 
@@ -321,6 +322,7 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     c->weights = true;
     {
         std::lock_guard<std::mutex> lock(d.graph_mutex);
+        expect_unread_load(false); // llama.cpp has mapped its files
         c->host_bytes = d.cache.add((char *)ptr, size);
     }
     d.host.add_weights(c->host_bytes);

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can 
 HEAD = """
 import ctypes, json, mmap, os, sys, threading, time
 import numpy as np
+from frameshard.engine import hostcount
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor, FrameshardError
 from frameshard.wire.engine import EngineConfig
@@ -26,10 +27,10 @@ path = sys.argv[1]
 file_bytes = os.path.getsize(path)
 tokens = [300 + 7 * i % 700 for i in range(80)]
 
-def load(mode="stream_only", device="emulated"):
+def load(mode="stream_only", device="emulated", **options):
     return Runtime.load(EngineConfig(
         model=path, device=device, n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, mode=mode,
-        vram_budget_bytes=10 * MIB))
+        vram_budget_bytes=(10 if file_bytes < 64 * MIB else 48) * MIB, **options))
 
 def decode(runtime):
     runtime.clear(0)
@@ -121,6 +122,33 @@ with load("planned") as runtime:
     except FrameshardError as error:
         why = str(error)
     print(json.dumps([near, device.stats().disk_read_bytes, why]))
+"""
+
+LOADED = """
+def drop():
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+drop()
+cap, most = file_bytes // 2, []
+with load(host_budget_bytes=cap + hostcount.process_bytes(os.getpid())) as runtime:
+    most.append(runtime.device.stats().host_used_bytes)
+    touched, read = cached_bytes(), runtime.device.stats().disk_read_bytes
+    limited = decode(runtime)
+    most.append(runtime.device.stats().host_used_bytes)
+    runtime.device.set_host_budget(0)
+drop()
+print(json.dumps([cap, max(most), touched, read, bool(np.isfinite(limited).all()), limited[:, :64].tolist()]))
+"""
+
+UNLIMITED = """
+with load() as runtime:
+    print(json.dumps([cached_bytes(), decode(runtime)[:, :64].tolist()]))
+"""
+
+REFUSED = """
+with load(host_budget_bytes=MIB) as runtime:  # the engine refuses it, with what all of the sidecar needs
+    print(json.dumps([runtime.device.stats().host_budget_bytes, len(decode(runtime))]))
 """
 
 IN_MEMORY = """
@@ -224,6 +252,24 @@ def test_the_cap_is_kept_and_the_text_is_the_same(any_model: Path) -> None:
     assert reads == sorted(reads)
     assert reads[0] > 0
     assert grown
+
+
+def test_a_load_under_a_cap_does_not_read_the_file(any_model: Path) -> None:
+    file_bytes = any_model.stat().st_size
+    cap, most, touched, read, sound, limited = run(LOADED, any_model)
+    assert most <= cap
+    assert touched < 8 << 20
+    assert read < 1.5 * file_bytes
+    assert sound
+    whole, unlimited = run(UNLIMITED, any_model)
+    assert whole > 0.9 * file_bytes
+    assert limited == unlimited
+
+
+def test_a_cap_below_the_floor_does_not_end_the_load(own_model: Path) -> None:
+    budget, n_rows = run(REFUSED, own_model)
+    assert budget == 0
+    assert n_rows == 17
 
 
 def test_the_cap_changes_during_decodes(any_model: Path) -> None:

@@ -119,6 +119,23 @@ def test_the_limit_of_the_launch_holds_in_the_next_engine(model_path: Path) -> N
     play(model_path, main, host_budget_mb=900)
 
 
+def test_a_mixture_of_experts_starts_within_a_limit_below_its_file(own_moe: Path) -> None:
+    limit_mb = own_moe.stat().st_size / MIB
+    texts: list[str] = []
+
+    async def main(client: frameshard.Client) -> None:
+        texts.append((await client.ask(LORE, sampling=FEW).completed()).text)
+        host = await figures(client)
+        if host["budget_bytes"]:
+            assert host["used_bytes"] <= host["budget_bytes"]
+            assert host["observed_bytes"] <= host["budget_bytes"]
+            assert host["device"]["disk_read_bytes"] > 0
+
+    play(own_moe, main)
+    play(own_moe, main, host_budget_mb=limit_mb)
+    assert texts[0] == texts[1]
+
+
 def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -> None:
     """Shrinks to little more than the floor and growths take turns, first while prompts are read, then during answers.
     Each release is within the limit by both counts. Most weights come from disk then."""

@@ -197,12 +197,22 @@ class Placement:
         try:
             _ = self.profile
         except OutOfMemory:
-            self.device.commit()  # without room for the probe the budget is below the floor: this raises with the floor
+            self._commit()  # without room for the probe the budget is below the floor: this raises with the floor
             raise
-        self.device.commit()
+        self._commit()
         kept = routing.load(self._model) if self._model.n_expert else {}
         self.routing = routing.shares(kept.values())
         self.replan()
+
+    def _commit(self) -> None:
+        try:
+            self.device.commit()
+        except BudgetBelowFloor:
+            stats = self.device.stats()
+            if not 0 < stats.host_budget_bytes < stats.host_floor_bytes:
+                raise
+            self.device.set_host_budget(0)  # who limits all of the sidecar refuses it, with what the processes need
+            self.device.commit()
 
     def settle(self, *, fill: bool) -> None:
         """Ends the load, after the first graph: measures the VRAM of the driver's libraries, and makes weights resident

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from frameshard import cpu, models
 from frameshard.cpu import default_threads
-from frameshard.engine import gpus, llamalog
+from frameshard.engine import gpus, hostcount, llamalog
 from frameshard.engine.adapters import Adapter, Adapters
 from frameshard.engine.forms import Forms
 from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows
@@ -203,6 +203,10 @@ class Runtime:
             measure=measure,
             on_loading=self._on_loading,
         )
+        # A limit that has no room for the file, whatever the processes will take: the load reads only what it needs.
+        room_bytes = config.host_budget_bytes - hostcount.process_bytes(os.getpid())
+        if config.host_budget_bytes and room_bytes < self.model_info.file_bytes:
+            self.device.set_host_budget(max(room_bytes, 1))
         devices: ctypes.Array[ctypes.c_void_p] = self.device.devices_array
         return devices
 
