@@ -41,15 +41,14 @@ class HostExperts {
     // Of the memory that is taken at once, and needed at least; 0: the model has no experts.
     uint64_t block_bytes() const { return slot_bytes_ * block_slots_; }
 
-    // At first there are no slots. `may_grow` says whether host memory has room for one more block, beside the first. The disk must be there
-    // until stop().
+    // At first there are no slots. `may_grow` says whether host memory has room for one more block, beside the first. The disk
+    // must be there until stop().
     void start(Disk &disk, std::function<bool()> may_grow);
     void stop();
     bool has(int piece) const { return pieces_[(size_t)piece].n_experts > 0; }
 
     // From now on slots take at most `room` bytes, but a block at least; what is more is given back at once, but for blocks that
-    // are being read into. Pieces that are not
-    // `needed` are resident in VRAM.
+    // are being read into. Pieces that are not `needed` are resident in VRAM.
     void set_room(uint64_t room, const std::vector<bool> &needed);
     // [any thread] Of blocks, those included that are given back as soon as reads under way have ended.
     uint64_t bytes() const { return bytes_.load(); }
@@ -57,10 +56,11 @@ class HostExperts {
     uint64_t most_bytes() const { return most_blocks_ * block_bytes(); }
 
     void begin_use();
-    // Makes sure that a matrix is in a slot or read into one; what has failed for an earlier use is read again. False: no slot is free for it; one that it `must` have may take the
-    // place of any that is not in use.
+    // Makes sure that a matrix is in a slot or read into one; what has failed for an earlier use is read again. False: no slot
+    // is free for it; one that it `must` have may take the place of any that is not in use.
     bool ask(int piece, int expert, bool must);
-    // A matrix at `data`, with what lies behind it. Waits `most` for it. Taken::not_yet also when it was not asked for in this use.
+    // A matrix at `data`, with what lies behind it. Waits `most` for it. Taken::not_yet also when it was not asked for in this
+    // use.
     Taken take(int piece, int expert, std::chrono::milliseconds most, const char *&data);
     // Copies of these matrices, which were taken, are queued on the copy stream: their slots are free.
     void copied(const std::vector<std::pair<int, int>> &matrices);
