@@ -66,10 +66,21 @@ void KvStore::release_block(KvBlock &b) {
     generation_++;
 }
 
+// Memory that goes back to the system when it is freed, which malloc's may not.
+static InnerBuffer pageable_memory(size_t bytes) {
+    char *pages = reserve_addresses(bytes);
+    if (!pages) {
+        return nullptr;
+    }
+    InnerBuffer memory(ggml_backend_cpu_buffer_from_ptr(pages, bytes));
+    memory->iface.free_buffer = [](ggml_backend_buffer_t b) { release_addresses((char *)b->context, b->size); };
+    return memory;
+}
+
 // Copies from pinned memory run at the link's full rate. A parked cache is not read for long.
 InnerBuffer KvStore::host_memory(size_t bytes) const {
     ggml_backend_buffer_type_t pinned = pageable_ ? nullptr : inner_.host_buffer_type();
-    return InnerBuffer(ggml_backend_buft_alloc_buffer(pinned ? pinned : ggml_backend_cpu_buffer_type(), bytes));
+    return pinned ? InnerBuffer(ggml_backend_buft_alloc_buffer(pinned, bytes)) : pageable_memory(bytes);
 }
 
 InnerBuffer KvStore::take_spare(KvBlock &b) {
