@@ -417,6 +417,17 @@ fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled) {
     return FSD_OK;
 }
 
+fsd_status fsd_take_spare(uint64_t *taken) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.committed || !taken) {
+        return fail(FSD_BAD_STATE, "fsd_take_spare comes after fsd_commit");
+    }
+    d.requests.apply();
+    *taken = d.kv.add_spare();
+    return FSD_OK;
+}
+
 fsd_status fsd_get_expert_uses(uint32_t shard, uint32_t *uses, size_t n_max, size_t *n) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);

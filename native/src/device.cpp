@@ -426,9 +426,6 @@ size_t Device::fill(size_t max_bytes) {
     if (done < max_bytes) {
         done += arena.fill(want.slabs, max_bytes - done);
     }
-    if (done < max_bytes) {
-        done += kv.add_spare();
-    }
     update_placements();
     return done;
 }

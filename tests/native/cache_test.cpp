@@ -346,8 +346,8 @@ SCENARIO(what_has_no_room_passes_through_the_window) {
 // What earlier graphs have written is in host memory before the block must go there, and never what was written since.
 SCENARIO(cells_are_mirrored_while_graphs_run) {
     Session s;
-    for (uint64_t filled = 1; filled > 0;) {
-        CHECK(fsd_fill(UINT64_MAX, &filled) == FSD_OK);
+    for (uint64_t taken = 1; taken > 0;) {
+        CHECK(fsd_take_spare(&taken) == FSD_OK);
     }
     const auto d2h_bytes = [] { return fs_emulated_get_stats(fsd::device().inner.dev).d2h_bytes; };
     s.check({0, 1, 300});

@@ -687,8 +687,9 @@ SCENARIO(blocks_have_host_memory_before_they_leave_vram) {
     Session s(config_of(0));
     s.commit();
     CHECK(fsd_set_budget(s.full, 0) == FSD_OK);
-    for (uint64_t filled = 1; filled > 0;) {
-        CHECK(fsd_fill(UINT64_MAX, &filled) == FSD_OK);
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    for (uint64_t taken = 1; taken > 0;) {
+        CHECK(fsd_take_spare(&taken) == FSD_OK);
     }
     s.check_conversation();
     const fsd_stats whole = stats();
@@ -705,7 +706,8 @@ SCENARIO(blocks_have_host_memory_before_they_leave_vram) {
     CHECK(whole.host_floor_bytes < whole.host_used_bytes);
     CHECK(fsd_set_host_budget(whole.host_floor_bytes, 0) == FSD_OK);
     CHECK(stats().host_used_bytes <= whole.host_floor_bytes);
-    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().host_used_bytes <= whole.host_floor_bytes);
+    uint64_t taken = 0;
+    CHECK(fsd_take_spare(&taken) == FSD_OK && taken == 0 && stats().host_used_bytes <= whole.host_floor_bytes);
     s.check_conversation();
 }
 

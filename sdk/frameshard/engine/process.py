@@ -123,6 +123,8 @@ class Engine:
         self._stop = False
         self._filling = False
         """True while there may be room in VRAM for more weights."""
+        self._sparing = True
+        """True while KV blocks may lack spare host memory."""
         self._fill_until = 0.0
         self._progress = -1
         self._progress_at = 0.0
@@ -186,7 +188,7 @@ class Engine:
         parked = self._budgets.parked
         busy = self._batcher is not None and self._batcher.busy and not parked
         wait: float | None = max(0.0, self._pace.due_at - time.monotonic()) if busy else None
-        if self._filling and not parked:
+        if (self._filling or (self._sparing and not busy)) and not parked:
             wait = 0.0
         elif self._idle is not None and not busy and not parked:
             wait = self._idle.due_in()
@@ -215,6 +217,9 @@ class Engine:
             self._filling = False
         elif self._filling or placement.unfilled:
             self._filling = placement.fill(int(placement.profile.h2d * FILL_S)) > 0
+            self._sparing = True
+        elif self._sparing and not self._batcher.busy:
+            self._sparing = placement.device.take_spare() > 0
 
     def _decode(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
