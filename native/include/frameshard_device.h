@@ -185,7 +185,7 @@ FSD_API fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled);
 
 /* Takes spare host memory for one block of the KV cache that is in VRAM, so that a smaller budget need not wait for it.
  * *taken gets its bytes; 0 when no more is to be had. The system may need 0.1 s to give it: for idle moments. */
-FSD_API fsd_status fsd_take_spare(uint64_t *taken);
+FSD_API fsd_status fsd_add_spare(uint64_t *taken);
 
 /* What fsd_commit will make of a model, for planning: no device, no fsd_configure and no model in memory is needed, only the
  * shapes in a GGUF header. [any thread] */

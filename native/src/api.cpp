@@ -417,11 +417,11 @@ fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled) {
     return FSD_OK;
 }
 
-fsd_status fsd_take_spare(uint64_t *taken) {
+fsd_status fsd_add_spare(uint64_t *taken) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (!d.committed || !taken) {
-        return fail(FSD_BAD_STATE, "fsd_take_spare comes after fsd_commit");
+        return fail(FSD_BAD_STATE, "fsd_add_spare comes after fsd_commit");
     }
     d.requests.apply();
     *taken = d.kv.add_spare();

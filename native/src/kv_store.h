@@ -31,7 +31,7 @@ struct KvAccess {
 // Whether a node writes rows by number into all of a cached tensor, the numbers being an input that the host knows.
 bool writes_rows(const ggml_tensor *node, const KvTensor &c);
 
-// All methods but host_bytes() need the caller to hold the graph mutex.
+// Needs the graph mutex but for what is marked [any thread].
 class KvStore {
   public:
     // `generation` counts changes after which compiled programs are no longer right.

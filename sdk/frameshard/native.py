@@ -824,14 +824,14 @@ class ShardDevice:
         self._check(self._lib.fsd_fill(ctypes.c_uint64(max_bytes), ctypes.byref(filled)))
         return filled.value
 
-    def take_spare(self) -> int:
+    def add_spare(self) -> int:
         """Takes spare host memory for one block of the KV cache that is in VRAM, so that a smaller budget need not wait
         for it. The system may need 0.1 s to give it. Call it in idle moments.
 
         :returns: its bytes; 0 when no more is to be had.
         """
         taken = ctypes.c_uint64()
-        self._check(self._lib.fsd_take_spare(ctypes.byref(taken)))
+        self._check(self._lib.fsd_add_spare(ctypes.byref(taken)))
         return taken.value
 
     def expert_uses(self, shard: int, n_expert: int) -> list[int]:

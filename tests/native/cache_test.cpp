@@ -347,7 +347,7 @@ SCENARIO(what_has_no_room_passes_through_the_window) {
 SCENARIO(cells_are_mirrored_while_graphs_run) {
     Session s;
     for (uint64_t taken = 1; taken > 0;) {
-        CHECK(fsd_take_spare(&taken) == FSD_OK);
+        CHECK(fsd_add_spare(&taken) == FSD_OK);
     }
     const auto d2h_bytes = [] { return fs_emulated_get_stats(fsd::device().inner.dev).d2h_bytes; };
     s.check({0, 1, 300});

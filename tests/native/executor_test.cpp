@@ -689,7 +689,7 @@ SCENARIO(blocks_have_host_memory_before_they_leave_vram) {
     CHECK(fsd_set_budget(s.full, 0) == FSD_OK);
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     for (uint64_t taken = 1; taken > 0;) {
-        CHECK(fsd_take_spare(&taken) == FSD_OK);
+        CHECK(fsd_add_spare(&taken) == FSD_OK);
     }
     s.check_conversation();
     const fsd_stats whole = stats();
@@ -707,7 +707,7 @@ SCENARIO(blocks_have_host_memory_before_they_leave_vram) {
     CHECK(fsd_set_host_budget(whole.host_floor_bytes, 0) == FSD_OK);
     CHECK(stats().host_used_bytes <= whole.host_floor_bytes);
     uint64_t taken = 0;
-    CHECK(fsd_take_spare(&taken) == FSD_OK && taken == 0 && stats().host_used_bytes <= whole.host_floor_bytes);
+    CHECK(fsd_add_spare(&taken) == FSD_OK && taken == 0 && stats().host_used_bytes <= whole.host_floor_bytes);
     s.check_conversation();
 }
 
@@ -1134,6 +1134,15 @@ struct DiskSession : Session {
         CHECK(status == GGML_STATUS_FAILED);
         CHECK(std::strstr(fsd_last_error(), why) != nullptr);
     }
+    // Decodes until the reads that are still to fail have failed.
+    void decode_after_failures() {
+        std::vector<float> logits;
+        net->forget();
+        for (int tries = 0; net->decode(conversation[0], logits) != GGML_STATUS_SUCCESS; tries++) {
+            CHECK(tries < 8);
+            net->forget();
+        }
+    }
 
     uint64_t host_floor = 0, host_full = 0;
 };
@@ -1271,12 +1280,7 @@ LINUX_SCENARIO(a_read_that_fails_ends_one_graph) {
     CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
     CHECK(fsd_set_host_budget(stats().host_floor_bytes, 10) == FSD_OK);
     s.expect_failure("cannot be read");
-    std::vector<float> logits;
-    s.net->forget();
-    for (int tries = 0; s.net->decode(s.conversation[0], logits) != GGML_STATUS_SUCCESS; tries++) {
-        CHECK(tries < 8); // the reads that are still to fail
-        s.net->forget();
-    }
+    s.decode_after_failures();
     s.check_conversation();
 }
 
@@ -1320,12 +1324,7 @@ LINUX_SCENARIO(an_expert_that_cannot_be_read_ends_one_graph) {
     s.commit();
     s.leave_experts(false);
     s.expect_failure("cannot be read");
-    std::vector<float> logits;
-    s.net->forget();
-    for (int tries = 0; s.net->decode(s.conversation[0], logits) != GGML_STATUS_SUCCESS; tries++) {
-        CHECK(tries < 8); // the reads that are still to fail
-        s.net->forget();
-    }
+    s.decode_after_failures();
     for (int i = 0; i < 3; i++) {
         s.check_conversation();
     }

@@ -219,7 +219,7 @@ class Engine:
             self._filling = placement.fill(int(placement.profile.h2d * FILL_S)) > 0
             self._sparing = True
         elif self._sparing and not self._batcher.busy:
-            self._sparing = placement.device.take_spare() > 0
+            self._sparing = placement.device.add_spare() > 0
 
     def _decode(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
