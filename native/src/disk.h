@@ -37,8 +37,8 @@ enum class Taken { yes, not_yet, failed };
 // What reads have taken. [any thread]
 struct DiskCounts {
     std::atomic<uint64_t> read_bytes{0};
-    std::atomic<double> waited_s{0},
-        waiting_since_s{0}; // of graphs, by the clock that never goes back; 0: none waits now
+    // Of graphs, by the clock that never goes back; `waiting_since_s` is 0 while none waits.
+    std::atomic<double> waited_s{0}, waiting_since_s{0};
 
     double all_waited_s() const; // the wait of now included
 };

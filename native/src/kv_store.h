@@ -97,6 +97,7 @@ class KvStore {
     // The mirror: cells that earlier graphs have written are copied to spare memory while a graph runs, so that little is left
     // to copy when the block must leave VRAM.
     void mirror_written(const KvAccess &access);
+    // `end`: by stream, the cells from here on are not mirrored yet. `waits`: the mirror stream waits for earlier graphs already.
     void mirror(KvBlock &b, const std::vector<int64_t> &end, bool &waits);
     void finish_mirror();
     // Whether the cache may take `more` bytes of VRAM. Room for a ring stays, also while everything is resident: a token
