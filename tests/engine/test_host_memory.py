@@ -277,9 +277,10 @@ def test_the_own_limit_ends_when_the_machine_has_had_enough_for_long(
     look(3, available_mb=2000)
     assert [limit for _, limit in told] == [60 * MIB, 0]
     look(60, available_mb=2000)
-    look(2, available_mb=9000, stalled=9.0)
+    look(2, available_mb=8000, stalled=9.0)
+    look(2, available_mb=9000, stalled=60.0)  # more than half is available: other tasks have limits of their own
     assert len(told) == 2
-    look(1, available_mb=9000, stalled=11.0)
+    look(1, available_mb=8000, stalled=11.0)
     assert len(told) == 3
     assert host.pressed_bytes < 100 * MIB
 
@@ -297,7 +298,7 @@ def play_machine(root: Path, *, available_mb: int, stalled: float = 0.0) -> None
 
 
 @pytest.mark.parametrize(
-    "cause", [{"available_mb": 300}, {"available_mb": 9000, "stalled": 40.0}], ids=["low", "stalls"]
+    "cause", [{"available_mb": 300}, {"available_mb": 8000, "stalled": 40.0}], ids=["low", "stalls"]
 )
 def test_a_machine_short_of_memory_gets_the_store_back(model_path: Path, tmp_path: Path, cause: dict[str, Any]) -> None:
     """A notice says so. The limit is not lowered for ever, and the jobs go on."""

@@ -25,7 +25,9 @@ ENOUGH = 2
 """The pressure is over when this many times as much is available."""
 
 STALLED = 10.0
-"""The machine is short if tasks wait for memory in more than this percent of the time."""
+STALLED_SHARE = 2
+"""The machine is short if tasks wait for memory in more than `STALLED` percent of the time, and less than one of
+`STALLED_SHARE` parts of its memory is available: tasks also wait if their own group has reached a limit of its own."""
 
 CALM_STALLED = 1.0
 
@@ -62,7 +64,8 @@ class Pressure:
             return
         low = min(machine.total_bytes // LOW_SHARE, LOW_BYTES)
         missing = ENOUGH * low - machine.available_bytes
-        if machine.available_bytes < low or machine.stalled > STALLED:
+        scarce = machine.available_bytes < machine.total_bytes // STALLED_SHARE
+        if machine.available_bytes < low or (scarce and machine.stalled > STALLED):
             self._calm_since = None
             if self._host.press(max(missing, STEP_BYTES)):
                 why = f"{machine.available_bytes >> 20} MiB of the machine's memory are available"
@@ -70,7 +73,7 @@ class Pressure:
                     why = f"tasks wait for memory {machine.stalled:.0f} % of the time"
                 logger.warning("%s: the limit for host memory is %d MiB", why, self._host.pressed_bytes >> 20)
                 self._tell(self._host.pressed_bytes, why)
-        elif not self._host.pressed_bytes or missing > 0 or machine.stalled > CALM_STALLED:
+        elif not self._host.pressed_bytes or missing > 0 or (scarce and machine.stalled > CALM_STALLED):
             self._calm_since = None
         elif self._calm_since is None:
             self._calm_since = now
