@@ -33,6 +33,8 @@ struct KvBlock {
     // Host memory for when the block leaves VRAM, and by stream how many cells are there already, laid out as in `storage`.
     InnerBuffer spare;
     std::vector<int64_t> mirrored;
+    // The layout of cells that were ever copied to the spare memory; elsewhere it is zero. 0 cells: none. -1: of several layouts.
+    int64_t spare_cells = 0, spare_streams = 0;
     char *base = nullptr;
     size_t bytes = 0;
     int64_t cells = 0, streams = 0; // that each tensor has storage for
@@ -67,7 +69,7 @@ struct KvGroup {
     std::vector<int64_t> used;    // cells by stream, as seen in graphs
     std::vector<int64_t> asked;   // by stream, what fsd_use_kv said; -1: nothing yet
     bool by_rows = false;         // written by row number, so that the number of cells in use is known by stream
-    std::vector<int64_t> written; // by stream: no cell from here on was written
+    std::vector<int64_t> written; // by stream: no cell from here on was written since the stream was empty
     std::vector<KvBlock *> blocks;
 };
 

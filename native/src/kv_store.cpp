@@ -90,10 +90,19 @@ InnerBuffer KvStore::take_spare(KvBlock &b) {
     return std::move(b.spare);
 }
 
-void KvStore::set_spare(KvBlock &b, InnerBuffer memory) {
+void KvStore::set_spare(KvBlock &b, InnerBuffer memory, int64_t cells, int64_t streams) {
     take_spare(b);
     spare_bytes_ += size_of(memory);
     b.spare = std::move(memory);
+    b.spare_cells = cells;
+    b.spare_streams = streams;
+}
+
+void KvStore::clear_spare(KvBlock &b) {
+    finish_mirror();
+    std::fill(b.mirrored.begin(), b.mirrored.end(), 0);
+    ggml_backend_buffer_clear(b.spare.get(), 0);
+    b.spare_cells = 0;
 }
 
 void KvStore::allow_spares(bool allowed) {
@@ -109,25 +118,30 @@ size_t KvStore::add_spare() {
     for (auto it = blocks.rbegin(); spares_allowed_ && !pageable_ && it != blocks.rend(); it++) {
         KvBlock &b = **it;
         const size_t bytes = lay_out(b, b.group->cells, b.group->streams, at); // it never needs more
-        if (b.in_host_memory || b.stays || size_of(b.spare) >= bytes) {
+        if (b.in_host_memory || b.stays || (size_of(b.spare) >= bytes && b.spare_cells >= 0)) {
             continue;
+        }
+        if (size_of(b.spare) >= bytes) {
+            clear_spare(b);
+            return size_of(b.spare);
         }
         const uint64_t all = spare_bytes() + bytes;
         InnerBuffer memory = all <= kMostSpare && has_room(kSpareShare * all) ? host_memory(bytes) : nullptr;
         if (memory) {
-            ggml_backend_buffer_clear(memory.get(), 0); // now the system gives its pages
-            set_spare(b, std::move(memory));
+            set_spare(b, std::move(memory), -1, 0);
+            clear_spare(b); // now the system gives its pages
         }
         return size_of(b.spare);
     }
     return 0;
 }
 
-// How many cells of each stream a block keeps in storage of another size.
+// How many cells of each stream a block keeps in storage of another size: a prompt has room for cells that it has not written.
 static std::vector<int64_t> cells_of(const KvBlock &b, int64_t cells, int64_t streams) {
+    const KvGroup &g = *b.group;
     std::vector<int64_t> n;
     for (int64_t s = 0; s < std::min(b.streams, streams); s++) {
-        n.push_back(std::min({b.group->used[(size_t)s], b.cells, cells}));
+        n.push_back(std::min({g.used[(size_t)s], g.written[(size_t)s], b.cells, cells}));
     }
     return n;
 }
@@ -190,9 +204,10 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
     std::vector<int64_t> there(n.size(), 0); // cells that the storage has already
     InnerBuffer storage;
     char *base = nullptr;
+    const bool spare = to_host && bytes > 0 && size_of(b.spare) >= bytes;
+    const bool cleared = spare && (b.spare_cells == 0 || (b.spare_cells == cells && b.spare_streams == streams));
     if (bytes > 0) {
         if (to_host) {
-            const bool spare = size_of(b.spare) >= bytes;
             std::copy_n(b.mirrored.begin(), spare && same ? n.size() : 0, there.begin());
             storage = spare ? take_spare(b) : host_memory(bytes);
         } else {
@@ -202,10 +217,10 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
             return false;
         }
         base = (char *)ggml_backend_buffer_get_base(storage.get());
-        if (to_host) {
-            clear_rest(b, base, bytes, at, cells, n);
-        } else {
+        if (!to_host) {
             ggml_backend_buffer_clear(storage.get(), 0); // as clear_rest()
+        } else if (!cleared) {
+            clear_rest(b, base, bytes, at, cells, n);
         }
     }
     for (size_t i = 0; i < b.tensors.size(); i++) {
@@ -221,7 +236,7 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
     }
     if (b.in_host_memory && (!to_host || bytes == 0) && spares_allowed_ && !pageable_) {
         host_bytes_ -= size_of(b.storage);
-        set_spare(b, std::move(b.storage));
+        set_spare(b, std::move(b.storage), b.cells, b.streams);
         std::copy_n(n.begin(), same ? n.size() : 0, b.mirrored.begin());
     } else if (!same) {
         std::fill(b.mirrored.begin(), b.mirrored.end(), 0);
@@ -261,6 +276,12 @@ void KvStore::mirror(KvBlock &b, const std::vector<int64_t> &end, bool &waits) {
             ggml_backend_tensor_get_async(inner_.mirror, &raw, t->place(spare, s, from), 0, size);
         }
         from = to;
+        if (b.spare_cells == 0) {
+            b.spare_cells = b.cells;
+            b.spare_streams = b.streams;
+        } else if (b.spare_cells != b.cells || b.spare_streams != b.streams) {
+            b.spare_cells = -1;
+        }
     }
 }
 
@@ -279,6 +300,7 @@ void KvStore::mirror_written(const KvAccess &a) {
     }
     for (KvGroup *g : a.changed) {
         ends[g].assign((size_t)g->streams, 0);
+        written[g] = g->used;
     }
     bool waits = false;
     for (auto &[group, end] : ends) {
@@ -487,6 +509,7 @@ void KvStore::clear(KvCache &cache, uint8_t value) {
     finish_mirror();
     for (KvBlock &b : cache.blocks) {
         std::fill(b.mirrored.begin(), b.mirrored.end(), 0);
+        b.spare_cells = b.spare_cells == 0 ? 0 : -1;
         if (b.storage) {
             ggml_backend_buffer_clear(b.storage.get(), value);
         }
@@ -533,6 +556,7 @@ void KvStore::use_cells(uint32_t stream, uint64_t cells) {
                 g.asked[stream] = (int64_t)std::min<uint64_t>(cells, (uint64_t)g.cells);
                 // Where the cells of a shortened sequence lie is known from its next graph. An empty one has none.
                 g.used[stream] = cells == 0 ? 0 : std::max(g.used[stream], g.asked[stream]);
+                g.written[stream] = cells == 0 ? 0 : g.written[stream];
             }
         }
     }
@@ -630,9 +654,12 @@ bool KvStore::prepare(const KvAccess &a) {
     }
     for (const auto &w : a.wants) {
         for (int64_t s = w.stream0; s < w.stream0 + w.streams; s++) {
-            int64_t &used = w.group->used[(size_t)s];
+            int64_t &used = w.group->used[(size_t)s], &written = w.group->written[(size_t)s];
             const int64_t asked = w.group->asked[(size_t)s];
             used = std::max(asked < 0 ? used : asked, w.cells);
+            if (asked >= 0) {
+                written = std::min(written, w.cells); // those behind belong to a sequence that was cut
+            }
         }
     }
     for (const auto &r : a.rows) {

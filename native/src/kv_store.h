@@ -68,7 +68,7 @@ class KvStore {
     // The system needs more time to give pinned memory than the device needs to copy cells into it. So blocks in VRAM have
     // spare host memory, where it may be had: a budget that falls need not wait for the system.
     void allow_spares(bool allowed); // if not, they are freed
-    size_t add_spare();              // for one block; returns its bytes, 0 when no more is to be had
+    size_t add_spare(); // takes or clears it for one block; returns its bytes, 0 when there is no more to do
 
     bool spill_block();    // one block moves to host memory; false: none is left
     void spill_surplus();  // until the others fit the budget
@@ -92,7 +92,8 @@ class KvStore {
     void release_block(KvBlock &b);
     InnerBuffer host_memory(size_t bytes) const;
     InnerBuffer take_spare(KvBlock &b);
-    void set_spare(KvBlock &b, InnerBuffer memory);
+    void set_spare(KvBlock &b, InnerBuffer memory, int64_t cells, int64_t streams); // with cells in that layout
+    void clear_spare(KvBlock &b);
     void lay_out_again(KvBlock &b, size_t bytes, const std::vector<size_t> &at, int64_t cells, int64_t streams);
     // The mirror: cells that earlier graphs have written are copied to spare memory while a graph runs, so that little is left
     // to copy when the block must leave VRAM.

@@ -370,6 +370,51 @@ SCENARIO(cells_are_mirrored_while_graphs_run) {
     }
 }
 
+// Whether no cell that was never written has another value than zero, in blocks that are in host memory.
+static bool unwritten_cells_are_zero() {
+    for (const fsd::Buffer *buffer : fsd::device().buffers) {
+        for (size_t i = 0; buffer->kv && i < buffer->kv->blocks.size(); i++) {
+            const fsd::KvBlock &b = buffer->kv->blocks[i];
+            for (size_t t = 0; b.in_host_memory && t < b.tensors.size(); t++) {
+                for (int64_t s = 0; s < b.streams; s++) {
+                    const int64_t written = b.group->written[(size_t)s];
+                    const char *from = b.tensors[t]->place(b.base, s, written);
+                    const char *to = from + b.tensors[t]->row * (size_t)std::max<int64_t>(0, b.cells - written);
+                    if (std::any_of(from, to, [](char c) { return c != 0; })) {
+                        return false;
+                    }
+                }
+            }
+        }
+    }
+    return true;
+}
+
+// A prompt has room for all its cells before it writes them. What spare memory has of another layout does not remain there.
+SCENARIO(room_without_written_cells_is_zero_and_not_copied) {
+    Session s;
+    for (uint64_t taken = 1; taken > 0;) {
+        CHECK(fsd_add_spare(&taken) == FSD_OK);
+    }
+    const auto d2h_bytes = [] { return fs_emulated_get_stats(fsd::device().inner.dev).d2h_bytes; };
+    for (uint64_t cells : {kCells / 4, kCells / 2, kCells}) {
+        for (uint32_t stream = 0; stream < kStreams; stream++) {
+            CHECK(fsd_use_kv(stream, cells) == FSD_OK);
+        }
+        s.check({0, kStreams, 70});
+        s.check({0, 1, 1}); // what came before is mirrored
+        ggml_backend_synchronize(fsd::device().inner.mirror);
+        const uint64_t before = d2h_bytes();
+        while (fsd::device().kv.spill_block()) {
+        }
+        CHECK(stats().kv_bytes == 0 && stats().kv_host_bytes == cells * kStreams * kCellBytes);
+        CHECK(d2h_bytes() - before <= 3 * 80 * kStreams * kCellBytes);
+        CHECK(unwritten_cells_are_zero());
+        s.check({0, kStreams, 1});
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().kv_host_bytes == 0);
+    }
+}
+
 // However many blocks are in host memory, no two of them are neighbours while there are others to choose from.
 SCENARIO(blocks_in_host_memory_are_spread_over_the_layers) {
     Session s;
