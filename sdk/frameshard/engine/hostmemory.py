@@ -3,7 +3,7 @@
 The limit is the host budget of the lease, or the sidecar's own limit while the system is short of memory, whichever is
 smaller. Each part has a share of it: the shard device (weights, pinned memory, KV blocks) and the KV store hold theirs
 at every moment. All else that the processes hold is measured every :data:`MEASURE_S` seconds, and :data:`SPARE_BYTES`
-are left free for what it grows by in between.
+are left free for what it grows by in between. Without a limit it is measured every :data:`UNLIMITED_S` seconds.
 
 Without a limit nothing changes: the KV store may hold what the launch option ``kv_cache_bytes`` allows.
 """
@@ -27,6 +27,11 @@ from frameshard.native import EMULATED, HostPath
 logger = logging.getLogger("frameshard.engine")
 
 MEASURE_S = 2.0
+
+UNLIMITED_S = 60.0
+"""A measurement walks all pages of the model's file that are mapped, which takes 110 ms for 16 GiB. Meanwhile no memory
+can be mapped or unmapped in this process, so a budget that falls would wait for it. Under a limit few pages are
+mapped."""
 
 SPARE_BYTES = 32 << 20
 """Part of the floor: what Python, libraries and drivers may take between two measurements."""
@@ -103,7 +108,7 @@ class HostMemory:
         self._asked_bytes = 0  # of the shard device, which may obey later
         self._processes = 0
         self._measured: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
-        self._measured_at = -MEASURE_S
+        self._measured_at = -UNLIMITED_S
         self._file = hostcount.ModelPages(runtime.config.model) if hostcount.counts() else None
 
     # --- figures --------------------------------------------------------------------------------------------------
@@ -139,7 +144,7 @@ class HostMemory:
         }
 
     def measure(self) -> int | None:
-        """Measures anew; takes some milliseconds. The shares follow.
+        """Measures anew; takes 7 ms for each GiB of the model's file that is mapped. The shares follow.
 
         :returns: the bytes that the system counts; None if it does not count.
         """
@@ -183,11 +188,15 @@ class HostMemory:
 
     def look(self) -> None:
         """To be called several times a second: measures when it is due, and lets the shares follow the counters."""
-        if time.monotonic() - self._measured_at >= MEASURE_S:
+        if self._measured_before(MEASURE_S if self.limit_bytes else UNLIMITED_S):
             self.measure()
         elif self.limit_bytes:
             with self._lock:
                 self._give_shares()
+
+    def _measured_before(self, seconds: float) -> bool:
+        """Whether the last measurement is at least so many seconds old."""
+        return time.monotonic() - self._measured_at >= seconds
 
     # --- the limit ------------------------------------------------------------------------------------------------
 
@@ -210,7 +219,7 @@ class HostMemory:
                 " host_budget_mb to 0, and bound the KV store by kv_cache_mb",
                 field="host_budget_bytes",
             )
-        if budget_bytes < self.floor_bytes:
+        if budget_bytes < self.floor_bytes or self._measured_before(MEASURE_S):
             self.measure()
         floor_bytes = self.floor_bytes - SPARE_BYTES + spare_bytes
         if budget_bytes < floor_bytes:
