@@ -117,7 +117,11 @@ Taken Ring::copy_missing_experts(size_t entry, std::chrono::milliseconds most, C
     if (cache_.takes_singly(entries_[entry].pieces[0])) {
         taken = read_experts(entry, most, copied.bytes);
     } else {
+        const std::vector<bool> predicted = held_[entry];
         copied.bytes += copy_experts(entry);
+        if (held_[entry] == predicted) {
+            return taken; // nothing lacked: the step need not wait for the copies of later ones, which are queued already
+        }
     }
     if (taken == Taken::yes && thread_) {
         last_copy_[entry] = given_;

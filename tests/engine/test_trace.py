@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 RECORD = """
 import dataclasses, json, sys
@@ -44,13 +46,38 @@ with Runtime.load(config) as runtime:
     }))
 """
 
+PROMPT = """
+import dataclasses, json, sys
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+
+config = EngineConfig(
+    model=sys.argv[1], device="emulated:0.05", n_ctx=512, n_ubatch=256, n_parallel=1, n_threads=1, mode="stream_only"
+)
+with Runtime.load(config) as runtime:
+    device = runtime.device
+    device.set_budget(device.stats().floor_bytes)
+    runtime.placement.replan()
+    words = [3 + 37 * i % 250 for i in range(256)]
+    for trace in (False, False, True):  # the same experts are chosen as in the prompt before
+        if trace:
+            device.start_trace()
+        runtime.clear(0)
+        runtime.decode_tokens(0, words)
+    spans = [dataclasses.asdict(span) for span in device.stop_trace()]
+    print(json.dumps({"spans": spans}))
+"""
+
+
+def record(program: str, model: Path) -> dict[str, Any]:
+    result = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
 
 def test_spans_account_for_all_work(deep_model: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", RECORD, str(deep_model)], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = record(RECORD, deep_model)
     lanes = {lane: [span for span in found["spans"] if span["lane"] == lane] for lane in ("copy", "device", "cpu")}
     assert all(span["start_s"] <= span["end_s"] for span in found["spans"])
     assert len(lanes["copy"]) == found["copies"] > 0
@@ -59,3 +86,16 @@ def test_spans_account_for_all_work(deep_model: Path) -> None:
     assert len(lanes["device"]) > 3
     for lane in lanes.values():  # spans of a lane do not overlap
         assert all(earlier["end_s"] <= later["start_s"] for earlier, later in pairwise(lane))
+
+
+def test_experts_are_computed_while_those_of_later_steps_are_copied(tiny_model: Callable[[str], Path]) -> None:
+    spans = record(PROMPT, tiny_model("qwen3moe"))["spans"]
+    largest = max(span["n_bytes"] for span in spans if span["lane"] == "device")  # products with a tensor of experts
+    products = [span for span in spans if span["lane"] == "device" and span["n_bytes"] == largest]
+    copies = [span for span in spans if span["lane"] == "copy"]
+    beside = sum(
+        max(0.0, min(copy["end_s"], product["end_s"]) - max(copy["start_s"], product["start_s"]))
+        for copy in copies
+        for product in products
+    )
+    assert beside > 0.5 * sum(product["end_s"] - product["start_s"] for product in products)
