@@ -49,7 +49,8 @@ was tried and what limits these figures is in [NOTES.md](NOTES.md); how to repea
 - **llama.cpp** has its best setting of which NVML counts no more than the budget, where a heading says *both within the
   budget*. In the older tables, headed *llama.cpp above the budget*, it gets as many layers as the budget holds by their
   weights, as its users do. Its whole process takes more there: see its own peak column.
-- **Predicted** is the plan's figure before the run. **Bound** is what the machine's rates allow at that budget.
+- **Predicted** is the plan's figure before the run. For decode it counts what only the first token of an answer takes;
+  in runs up to 25 November it did not. **Bound** is what the machine's rates allow at that budget.
 - Figures are medians of the repeats that a row names. *Speedup* is llama.cpp's time
   over frameshard's, or frameshard's rate over llama.cpp's.
 - The models have published shapes and random weights, but for smollm2-135m (real). The experts of

@@ -450,6 +450,27 @@ def test_a_context_without_room_waits_on_the_host() -> None:
     assert streamed.tiers[0].resident_bytes > small.tiers[0].resident_bytes
 
 
+def test_an_answer_waits_for_the_vram_of_the_prompt() -> None:
+    """A prompt's compute buffer takes the place of weights and of keys and values, which the first token waits for."""
+    model, prompt_bytes = dense(), 1 << 30
+
+    def plan(budget_bytes: int, n_used: int, prompt_bytes: int = prompt_bytes) -> Plan:
+        context = estimate_context(model, "CUDA0", Workload(n_used, n_used))
+        fixed = {"fixed_bytes": (600 << 20) + prompt_bytes, "prompt_bytes": prompt_bytes, "context": context}
+        return make_plan(model, H100, budget_bytes=budget_bytes, n_ctx_used=n_used, n_ubatch=2048, **fixed)
+
+    def waits_s(plan: Plan, n_generate: int) -> float:
+        return n_generate / plan.predicted_answer_tps(n_generate) - n_generate * plan.predicted_decode_s()
+
+    for displaced in (plan(8 << 30, 1024), plan(3 << 30, 1 << 14)):  # weights; mostly keys and values
+        back_s = waits_s(displaced, 4) - waits_s(plan(24 << 30, 1024), 4)
+        assert back_s == pytest.approx(prompt_bytes / H100.h2d, rel=0.15)
+        assert waits_s(displaced, 400) == pytest.approx(waits_s(displaced, 4), rel=1e-6)
+    # With everything resident at all times only the graph is made anew: 441 kernels.
+    assert waits_s(plan(24 << 30, 1024), 4) == pytest.approx(441 * 19e-6, rel=0.02)
+    assert waits_s(plan(8 << 30, 1024, prompt_bytes=0), 4) == pytest.approx(441 * 19e-6, rel=0.02)
+
+
 def test_experts_wait_behind_keys_and_values() -> None:
     """Keys and values of a layer are copied at once. Meanwhile no chosen experts are copied, so a token takes longer
     by what the link does not hide between two layers."""

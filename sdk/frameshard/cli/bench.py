@@ -350,7 +350,7 @@ def _document(row: _Row, workload: Workload) -> dict[str, Any]:
             "prefill_copied_mb": round(row.copied / MIB, 3),
             "experts_a_step": row.experts,  # per decode, in layers that are not resident
             "predicted_ttft_s": row.plan.predicted_ttft(workload.n_prompt, workload.n_parallel),
-            "predicted_decode_tps": row.plan.predicted_decode_tps(workload.n_parallel),
+            "predicted_decode_tps": row.plan.predicted_answer_tps(workload.n_generate, workload.n_parallel),
             "bound_ttft_s": row.plan.bound_ttft(workload.n_prompt, workload.n_parallel),
             "bound_decode_tps": row.plan.bound_decode_tps(workload.n_parallel),
             "plan": row.plan.summary(workload.n_prompt, workload.n_parallel),

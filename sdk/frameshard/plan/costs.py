@@ -28,11 +28,17 @@ Floats = NDArray[np.float64]
 # The number of kernels that a shard launches besides its matrix products. The measured rates of products include their
 # launches.
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
+# The time that each of these kernels adds to the first graph of a prompt, and to the first token after it: llama.cpp
+# builds another graph, the shard device compiles it, and the driver records its launches. On an H100 machine the first
+# token took 20 ms more with qwen3-30b-a3b-q4_0: by answers of 64 and of 8 tokens with everything resident, and by a
+# time line. Prompts of 1,024 tokens with minitron-8b-f16 took 12 ms more than their copies at 4, 8 and 12 GiB.
+_FIRST_S = 19e-6
 # How often the device's memory reads or writes a token's activations between the products (norms, rotations, sums,
 # conversions), in units of n_embd values. Activations of a feed-forward network are three times as wide, those of
-# experts eight times. Fitted to prompts of 1,024 tokens with minitron-8b-q4_0 and of 1,024 to 16,384 tokens with
-# qwen3-30b-a3b-q4_0 on H100 machines.
-_PASSES = {"attention": 12, "ffn": 43, "experts": 180}
+# experts eight times. Those of experts were fitted to prompts of 1,024 and 8,192 tokens with qwen3-30b-a3b-q4_0 and
+# everything resident on an H100 machine. With the others a prompt of 1,024 tokens with minitron-8b-q4_0 is predicted
+# 8 % too long, and one of 8,192 with minitron-8b-f16 3 % too short.
+_PASSES = {"attention": 12, "ffn": 43, "experts": 142}
 # The number of hand-offs between device and CPU when a shard runs on the CPU; 1 for kinds that are not listed.
 # Attention has one before and one after the attention kernel, which runs where the KV cache is. Experts hand over the
 # router's choice, copies, slots and rows.
@@ -96,7 +102,10 @@ class Costs:
             sizes = layout.sizes
             read_bytes = float(np.average(sizes.piece_padded_bytes, weights=self.disk_share[sizes.piece_shards]))
             self.disk_s = self.disk_bytes / profile.disk_rate(read_bytes)
-        self.kernels_s = profile.kernel_s * shards.by_kind({k: float(n) for k, n in _KERNELS.items()})
+        n_kernels = shards.by_kind({k: float(n) for k, n in _KERNELS.items()})
+        self.kernels_s = profile.kernel_s * n_kernels
+        self.first_s = _FIRST_S * float(n_kernels.sum())
+        """How much longer the first graph of a prompt takes, and the first token after it."""
         pass_s = 4 * layout.model.n_embd / profile.device_memory
         self.passes_s = pass_s * shards.by_kind({k: float(n) for k, n in _PASSES.items()})
         self.handoffs = shards.by_kind(_HANDOFFS, 1.0)

@@ -114,7 +114,8 @@ class Plan:
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Predicted seconds to prefill ``n_parallel`` prompts of ``n_tokens`` tokens each, from an empty context.
         Several prompts share a graph if they fit."""
-        return sum(self._graph_seconds(self._prompt_costs, *graph) for graph in self._graphs(n_tokens, n_parallel))
+        costs = self._prompt_costs
+        return costs.first_s + sum(self._graph_seconds(costs, *graph) for graph in self._graphs(n_tokens, n_parallel))
 
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
@@ -130,6 +131,12 @@ class Plan:
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
         """Predicted tokens per second of ``n_parallel`` sequences together, with one token of each in a graph."""
         return n_parallel / self.predicted_decode_s(n_parallel)
+
+    def predicted_answer_tps(self, n_generate: int, n_parallel: int = 1) -> float:
+        """Predicted tokens per second of answers of ``n_generate`` tokens, from the end of the prompts on. The first
+        token waits until the VRAM of the prompts' compute buffer holds weights, keys and values again."""
+        first_s = self._return_s(n_parallel) + self._costs.first_s
+        return n_parallel * n_generate / (first_s + n_generate * self.predicted_decode_s(n_parallel))
 
     def bound_decode_tps(self, n_parallel: int = 1) -> float:
         """An upper bound of :meth:`predicted_decode_tps`, for any placement of the shards that are not resident."""
@@ -176,6 +183,14 @@ class Plan:
             "bound_ttft_s": self.bound_ttft(n_prompt, n_parallel),
             "bound_decode_tps": self.bound_decode_tps(n_parallel),
         }
+
+    def _return_s(self, n_parallel: int) -> float:
+        """The time to copy into VRAM what the largest graph has no room for beside its compute buffer."""
+        graph = n_parallel, self._costs.conditions.n_ctx_used, n_parallel
+        host_kv = self._prompt_costs.at(*graph).host_kv.n_bytes - self._costs.at(*graph).host_kv.n_bytes
+        share = self._costs.resident_share - self._prompt_costs.resident_share
+        n_bytes = max(host_kv, 0.0) + float(self._costs.shards.n_bytes @ np.maximum(share, 0.0))
+        return n_bytes / self._costs.profile.h2d
 
     def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[tuple[int, int, int]]:
         """The graphs that prefill the prompts: for each its tokens, the tokens of a sequence before them, and its

@@ -36,8 +36,9 @@ BYTES_PER_WEIGHT = {name: n_bytes / block for name, block, n_bytes in GGML_TYPES
 # an H100 machine with 16 cores. It is used with profiles in which that was not measured.
 _MEMORY_OVER_READ = 1.25
 # The time of one kernel launch in a graph with hundreds of them. On an H100 it was the time of a token with all weights
-# resident, minus the time to read the weights, divided by the kernels.
-_KERNEL_S = 2e-6
+# resident, minus the time to read weights and KV cache, divided by the kernels: 1.2 us with minitron-8b-q4_0 and 1.1 us
+# with qwen3-30b-a3b-q4_0. What only the first token of an answer takes was left out (costs.py).
+_KERNEL_S = 1.15e-6
 _MOST_KINDS = 3  # at most so many kinds of weights are measured for one model
 _LEAST_SHARE = 0.1  # a kind with a smaller share of the model's bytes gets the rates of the most similar one
 
