@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from test_planner import H100, model_of, shard
 
 from frameshard.plan import routing
+from frameshard.plan.costs import Costs
+from frameshard.plan.layout import lay_out
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import make_plan
 
@@ -70,6 +73,20 @@ def test_a_cache_is_made_for_experts_that_are_chosen_often() -> None:
         assert skewed.predicted_ttft(1024) < 0.6 * even.predicted_ttft(1024)
         assert skewed.predicted_ttft(1024) >= 0.99 * skewed.bound_ttft(1024)
         assert skewed.predicted_decode_tps() <= 1.01 * skewed.bound_decode_tps()
+
+
+def test_in_little_vram_the_cache_takes_the_place_of_attention() -> None:
+    """Attention is copied ahead. An expert is known only when it is needed, so the token waits for its copy."""
+    model, alike = experts(), tuple([1 / 8] * 8 + [0.0] * 120)
+    layout = lay_out(model, "CUDA0")
+    plan = make_plan(model, H100, budget_bytes=15 << 28, fixed_bytes=900 << 20, n_ubatch=2048, routing=alike)
+    ring, n_slabs = layout.sizes.fit(plan.budget_bytes - plan.fixed_bytes, 3 * layout.min_ring_bytes)
+    conditions = dataclasses.replace(plan._costs.conditions, ring=ring)
+    without = Costs(layout, H100, layout.resident_share(n_slabs), conditions)
+    attention = without.shards.masks["attention"]
+    assert without.resident_share[attention].all()
+    assert not plan._costs.resident_share[attention].all()
+    assert without.at(1, 512).seconds(without.shards.masks["experts"]) > 2 * plan.predicted_decode_s()
 
 
 def test_sequences_that_choose_alike_stream_only_what_they_use() -> None:

@@ -337,13 +337,13 @@ def _costs(layout: Layout, profile: Profile, n_slabs: int, conditions: Condition
 
 
 def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:
-    """The sizes of the ring to try: the smallest, and larger ones with room for the expert cache."""
+    """The sizes of the ring to try: the smallest, and larger ones with room for the expert cache. In little VRAM the
+    cache takes the place of attention and other weights that every token reads. Their copies run ahead, but an expert
+    is known only when it is needed."""
     yield least
     experts = sum(shard.n_bytes for shard in layout.ladder if shard.kind == "experts")
-    others = sum(shard.n_bytes for shard in layout.ladder) - experts
-    spare = room - least - others - int(layout.sizes.slabs.max(initial=0))
     if routing:
-        yield from (least + experts * n // 64 for n in _CACHES if experts * n // 64 <= spare)
+        yield from (least + experts * n // 64 for n in _CACHES if experts * n // 64 <= room - least)
 
 
 def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatch: int) -> TierPlan:
