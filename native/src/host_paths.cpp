@@ -74,7 +74,7 @@ static bool register_pages(ggml_backend_dev_t device, void *p, size_t bytes) {
     return pin && pin(p, bytes);
 }
 
-// Whether the device reads the bytes that the CPU sees. Drivers may refuse a mapped file, or import copies of its pages.
+// Whether the device reads the bytes that the CPU sees, and not those of other pages.
 static bool reads_the_same(ggml_backend_buffer_t buffer, const char *begin, size_t bytes) {
     std::vector<char> got(std::min(bytes, page_bytes()));
     for (size_t at : {(size_t)0, bytes / 2 / got.size() * got.size(), bytes - got.size()}) {
@@ -105,20 +105,24 @@ bool HostPaths::import_range(Range &range) {
     const size_t page = page_bytes();
     char *begin = range.begin - (uintptr_t)range.begin % page;
     char *end = range.end + (page - (uintptr_t)range.end % page) % page;
+    const size_t bytes = (size_t)(end - begin);
     if (!range.device->iface.buffer_from_host_ptr) {
         return false;
     }
-    if (import_pages(range, begin, end)) {
-        return true;
+    // No driver is asked for a mapped file. None for a GPU is known to import one: NVIDIA's refuses, and has refused VRAM
+    // from then on although nearly all was free (580.159); AMD's takes anonymous memory alone.
+    if (has_mapped_file(begin, bytes)) {
+        if (!imports_memory(range.device)) {
+            return false;
+        }
+        GGML_LOG_WARN(
+            "frameshard: the driver copies fast from memory alone: reading the file's %zu MiB into it if it has room\n",
+            bytes >> 20);
+        if (!own_pages(begin, bytes)) {
+            return false;
+        }
     }
-    // Some drivers import memory of the process, but no mapped file.
-    if (!imports_memory(range.device)) {
-        return false;
-    }
-    GGML_LOG_WARN(
-        "frameshard: the driver cannot copy from the mapped file: reading its %zu MiB into memory if it has room\n",
-        (size_t)(end - begin) >> 20);
-    return own_pages(begin, (size_t)(end - begin)) && import_pages(range, begin, end);
+    return import_pages(range, begin, end);
 }
 
 bool HostPaths::import_pages(Range &range, char *begin, char *end) {

@@ -1,8 +1,8 @@
 // How bytes in host memory reach the device.
 //
 // Copies run at the link's full rate, and beside computing, only from memory that the driver has pinned. Weights are pinned
-// where they lie: registered with the driver, or imported as buffers of the device. Drivers that import no mapped files get
-// them as memory of this process, at the same addresses. Where both are refused, and host memory has room, the device copies
+// where they lie: registered with the driver, or imported as buffers of the device. Mapped files are imported as memory of
+// this process, which takes their addresses. Where both are impossible, and host memory has room, the device copies
 // from a second copy in pinned memory. Where it has no room they are staged: the CPU copies them to slots of pinned memory,
 // from which the device takes them while the CPU fills the next slot. Memory that was not added here is copied as the
 // device's own backend does it.
@@ -105,7 +105,7 @@ class HostPaths {
         bool in_use = false;
     };
 
-    // Imports the pages of a range. A mapped file that the device refuses is replaced by memory of this process.
+    // Imports the pages of a range. A mapped file is replaced by memory of this process before.
     static bool import_range(Range &range);
     static bool import_pages(Range &range, char *begin, char *end);
     // Makes the second copy in pinned memory.

@@ -62,6 +62,11 @@ bool has_room(size_t bytes) {
     return GlobalMemoryStatusEx(&memory) && bytes <= std::min(memory.ullAvailPhys, memory.ullAvailPageFile) / 4 * 3;
 }
 
+bool has_mapped_file(const char *p, size_t) {
+    MEMORY_BASIC_INFORMATION info = {};
+    return VirtualQuery(p, &info, sizeof(info)) > 0 && info.Type == MEM_MAPPED;
+}
+
 bool own_pages(char *, size_t) { return false; } // a view cannot be replaced without a moment in which nothing is there
 
 // Windows itself refuses to shrink a file while it is mapped.
@@ -214,21 +219,23 @@ static size_t available_bytes() {
 
 bool has_room(size_t bytes) { return bytes <= available_bytes() / 4 * 3; }
 
-// Whether the whole range is mapped from files, and not to be written.
-static bool is_mapped_file(const char *p, size_t size) {
-    uintptr_t at = (uintptr_t)p;
-    const uintptr_t to = at + size;
+// How many bytes of a range are mapped from files: of all, or of those that are not to be written.
+static size_t file_bytes(const char *p, size_t size, bool read_only) {
+    const unsigned long long from = (uintptr_t)p, to = from + size;
+    size_t bytes = 0;
     each_line("/proc/self/maps", [&](const char *line) {
         unsigned long long begin = 0, end = 0, inode = 0;
         char mode[8] = "";
-        if (sscanf(line, "%llx-%llx %7s %*s %*s %llu", &begin, &end, mode, &inode) == 4 && begin <= at && at < end &&
-            strncmp(mode, "r--", 3) == 0 && inode != 0) {
-            at = (uintptr_t)end;
+        if (sscanf(line, "%llx-%llx %7s %*s %*s %llu", &begin, &end, mode, &inode) == 4 && inode != 0 &&
+            (!read_only || strncmp(mode, "r--", 3) == 0) && begin < to && from < end) {
+            bytes += (size_t)(std::min(end, to) - std::max(begin, from));
         }
-        return at >= to;
+        return begin >= to;
     });
-    return at >= to;
+    return bytes;
 }
+
+bool has_mapped_file(const char *p, size_t size) { return file_bytes(p, size, false) > 0; }
 
 static bool replace_pages(char *p, size_t size) {
     char *copy = reserve_addresses(size);
@@ -247,7 +254,7 @@ static bool replace_pages(char *p, size_t size) {
 bool own_pages(char *p, size_t size) {
     constexpr size_t step = (size_t)64 << 20;
     size = (size + page_bytes() - 1) / page_bytes() * page_bytes();
-    if (!is_mapped_file(p, size) || !has_room(size)) {
+    if (file_bytes(p, size, true) < size || !has_room(size)) {
         return false;
     }
     std::atomic<size_t> next{0};
@@ -269,6 +276,8 @@ bool own_pages(char *p, size_t size) {
 #else
 
 bool has_room(size_t) { return false; }
+
+bool has_mapped_file(const char *, size_t) { return false; }
 
 bool own_pages(char *, size_t) { return false; }
 

@@ -23,6 +23,9 @@ void prefer_large_pages(void *p, size_t size);
 // say how much that is.
 bool has_room(size_t bytes);
 
+// Whether a file is mapped at any of these addresses; on Windows, at the first one. False where the system does not say.
+bool has_mapped_file(const char *p, size_t size);
+
 // Replaces the pages of a file that is mapped to be read by copies that belong to this process, at the same addresses, while
 // other threads may read them. False, and what is not replaced stays mapped, if the range is no such mapping, if there is no
 // room for the copies, or if the system cannot do it. `p` is on a page.

@@ -1,7 +1,12 @@
 // Tests of the memory that takes the place of a mapped file. Only Linux can do that.
 #include "check.h"
+#include "emulated.h"
+#include "inner.h"
 #include "mapped_file.h"
+#include "pacing.h"
 #include "system.h"
+
+#include "ggml-backend-impl.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -63,6 +68,70 @@ TEST(only_mapped_files_become_memory) {
     CHECK(mmap(memory, page_bytes(), PROT_READ, MAP_SHARED | MAP_FIXED, fileno(file), 0) == memory);
     CHECK(!own_pages(memory, size)); // only a part of it
     release_addresses(memory, size);
+    fclose(file);
+}
+
+// The emulated device as one that imports host memory, and notes whether a file was mapped where it was asked to.
+struct Importing {
+    Importing() : inner(pacing) {
+        fs_emulated_config config;
+        config.faults.unpinned = 1;
+        device = fs_emulated_device(config);
+        device->iface.buffer_from_host_ptr = import;
+        CHECK(inner.open(device, 1 << 20));
+        inner.quirks.imports_memory = true;
+        asked = asked_for_file = false;
+    }
+    ~Importing() {
+        inner.close_streams();
+        fs_emulated_free(device);
+    }
+    Importing(const Importing &) = delete;
+
+    static ggml_backend_buffer_t import(ggml_backend_dev_t, void *p, size_t size, size_t) {
+        asked = true;
+        asked_for_file = asked_for_file || has_mapped_file((char *)p, size);
+        return refuses ? nullptr : ggml_backend_cpu_buffer_from_ptr(p, size);
+    }
+    bool arrives(const char *from, size_t bytes) {
+        InnerBuffer buffer(ggml_backend_buft_alloc_buffer(inner.buffer_type(), bytes));
+        inner.upload(nullptr, buffer.get(), ggml_backend_buffer_get_base(buffer.get()), from, bytes);
+        const ggml_tensor raw = raw_tensor(buffer.get(), ggml_backend_buffer_get_base(buffer.get()), bytes);
+        std::vector<char> got(bytes);
+        ggml_backend_tensor_get(&raw, got.data(), 0, bytes);
+        return memcmp(got.data(), from, bytes) == 0;
+    }
+
+    static inline bool asked, asked_for_file, refuses = false;
+    Pacing pacing;
+    Inner inner;
+    ggml_backend_dev_t device;
+};
+
+TEST(no_driver_is_asked_for_a_mapped_file) {
+    const size_t size = 5'000'001, from = 4128; // the weights begin behind the file's first page
+    std::vector<uint32_t> words(size / 4 + 1);
+    std::iota(words.begin(), words.end(), 0);
+    FILE *file = tmpfile();
+    CHECK(file && fwrite(words.data(), 1, size, file) == size && fflush(file) == 0);
+    char *map = (char *)mmap(nullptr, size, PROT_READ, MAP_SHARED, fileno(file), 0);
+    CHECK(map != MAP_FAILED && has_mapped_file(map, size) && !has_mapped_file((char *)words.data(), size));
+    Importing::refuses = true;
+    {
+        Importing none;
+        CHECK(none.inner.attach(map + from, size - from) == HostPath::copied);
+        CHECK(none.asked && !none.asked_for_file && has_mapped_file(map, size)); // asked for a sample of memory
+        none.inner.detach(map + from);
+    }
+    Importing::refuses = false;
+    Importing driver;
+    CHECK(driver.inner.attach(map + from, size - from) == HostPath::imported);
+    CHECK(!driver.asked_for_file);
+    CHECK(driver.arrives(map + from, size - from) && driver.inner.host_paths.imported_bytes == size - from);
+    driver.inner.detach(map + from);
+    CHECK(driver.inner.attach((char *)words.data(), size) == HostPath::imported); // memory of the process as it is
+    driver.inner.detach(words.data());
+    munmap(map, size);
     fclose(file);
 }
 

@@ -5,16 +5,12 @@
 #include "pacing.h"
 #include "system.h"
 
-#include "ggml-backend-impl.h"
-
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <random>
-#include <string>
 
 using namespace fsd;
 
@@ -95,10 +91,12 @@ struct Vulkan {
     InnerBuffer buffer;
 };
 
-TEST(a_mapped_file_is_imported_where_it_lies) {
+TEST(a_mapped_file_is_imported_as_memory) {
     MappedFile file;
     Vulkan v;
+    CHECK(has_mapped_file(file.data, kFileBytes));
     CHECK(v.inner.attach(file.data + 32, kFileBytes - 32) == HostPath::imported);
+    CHECK(!has_mapped_file(file.data, kFileBytes));
     v.inner.detach(file.data + 32);
     CHECK(v.inner.attach(file.data, kFileBytes) == HostPath::imported);
     v.check_uploads(file);
@@ -107,42 +105,6 @@ TEST(a_mapped_file_is_imported_where_it_lies) {
     v.inner.detach(file.data);
     v.check_upload(v.inner.copy, file, 5, 100'000); // by the backend's own way
     CHECK(v.inner.host_paths.imported_bytes == 3 * each);
-}
-
-// A driver that imports no mapped files, as most do.
-struct NoFiles {
-    explicit NoFiles(ggml_backend_dev_t device) : device(device) {
-        import = device->iface.buffer_from_host_ptr;
-        device->iface.buffer_from_host_ptr = refuse_files;
-    }
-    ~NoFiles() { device->iface.buffer_from_host_ptr = import; }
-
-    static ggml_backend_buffer_t refuse_files(ggml_backend_dev_t device, void *p, size_t size, size_t most) {
-        std::ifstream maps("/proc/self/maps");
-        for (std::string line; std::getline(maps, line);) {
-            unsigned long long begin = 0, end = 0, inode = 0;
-            if (sscanf(line.c_str(), "%llx-%llx %*s %*s %*s %llu", &begin, &end, &inode) == 3 && inode != 0 &&
-                begin < (uintptr_t)p + size && (uintptr_t)p < end) {
-                return nullptr;
-            }
-        }
-        return import(device, p, size, most);
-    }
-
-    ggml_backend_dev_t device;
-    static inline decltype(ggml_backend_device_i::buffer_from_host_ptr) import = nullptr;
-};
-
-TEST(a_file_that_the_driver_refuses_is_imported_as_memory) {
-    MappedFile file;
-    Vulkan v;
-    NoFiles driver(v.inner.dev);
-    CHECK(v.inner.attach(file.data + 32, kFileBytes - 32) == HostPath::imported);
-    v.inner.detach(file.data + 32);
-    CHECK(v.inner.attach(file.data, kFileBytes) == HostPath::imported);
-    v.check_uploads(file);
-    CHECK(v.inner.host_paths.staged_bytes == 0);
-    v.inner.detach(file.data);
 }
 
 TEST(a_file_that_is_not_imported_is_staged) {
