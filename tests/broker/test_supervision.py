@@ -150,13 +150,14 @@ async def test_all_jobs_survive_an_engine() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, temperature: float) -> None:
+def test_the_real_engine_killed_in_mid_stream(talking_model: Path, device: str, temperature: float) -> None:
     """The engine is killed four times in one answer. The text is that of an undisturbed run."""
 
     async def main() -> None:
         options = {"device": device, "mode": "stream_only", "n_parallel": 2, "n_ctx": 512, "n_ubatch": 64}
         rng = random.Random(f"{device}{temperature}")
-        async with frameshard.launch(model_path, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+        async with frameshard.launch(talking_model, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+            await client.set_pacing(target_tokens_per_second=40)  # the answer must not end before a kill
             sampling = frameshard.Sampling(max_tokens=24, temperature=temperature, seed=5)
             prompt = "Tell me about the old lighthouse at the end of the bay, and who keeps it."
 
@@ -174,14 +175,16 @@ def test_the_real_engine_killed_in_mid_stream(model_path: Path, device: str, tem
     trio.run(bounded)
 
 
-def test_the_real_engine_killed_between_marks(model_path: Path) -> None:
+def test_the_real_engine_killed_between_marks(talking_model: Path) -> None:
     """Sentences end where they end in an undisturbed run, wherever in the answer the engine is killed."""
     prompt = "Tell me about the old lighthouse at the end of the bay, and who keeps it."
 
     async def main() -> None:
         options = {"device": "cpu", "mode": "stream_only", "n_parallel": 1, "n_ctx": 512, "n_ubatch": 64}
-        sampling = frameshard.Sampling(max_tokens=64, temperature=0.0)
-        async with frameshard.launch(model_path, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+        sentences = r"([A-Z][a-z]{1,3}( [a-z]{1,3}){1,2}\. ){12}"
+        sampling = frameshard.Sampling(max_tokens=64, temperature=0.9, seed=5, regex=sentences)
+        async with frameshard.launch(talking_model, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+            await client.set_pacing(target_tokens_per_second=100)  # the answer must not end before a kill
             plain = (await client.ask(prompt, sampling=sampling).completed()).text
             async with client.ask(prompt, sampling=sampling, sentences=True) as stream:
                 expected = await marked(stream)
@@ -214,13 +217,14 @@ def test_the_real_engine_killed_between_marks(model_path: Path) -> None:
     trio.run(bounded)
 
 
-def test_what_was_said_is_read_again_in_chunks(model_path: Path) -> None:
+def test_what_was_said_is_read_again_in_chunks(talking_model: Path) -> None:
     """In planned mode the new engine prefills the answer so far in chunks, and the text goes on."""
     said, n_tokens, n_ubatch = 100, 120, 64
 
     async def main() -> None:
         options = {"device": "emulated", "n_ctx": 512, "n_ubatch": n_ubatch, "n_parallel": 1, "speculate": "off"}
-        async with frameshard.launch(model_path, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+        async with frameshard.launch(talking_model, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+            await client.set_pacing(target_tokens_per_second=100)  # the answer must not end before the kill
             sampling = frameshard.Sampling(max_tokens=n_tokens, temperature=1.0, seed=5)
             async with client.complete("Once upon a time", sampling=sampling) as stream:
                 count = 0
@@ -576,7 +580,7 @@ broken(process.Budgets, "_grant", lambda command: command.vram_budget_bytes == 7
 
 
 @pytest.mark.parametrize("place", ["read", "start", "speak"])
-def test_an_exception_over_a_job_is_that_jobs_failure(model_path: Path, place: str) -> None:
+def test_an_exception_over_a_job_is_that_jobs_failure(talking_model: Path, place: str) -> None:
     """The exception comes while the request is read, while the job starts, or during its answer. The text of another
     job does not change."""
     patches = {
@@ -595,7 +599,7 @@ setattr(owner, name, broken)"""
     @in_trio
     async def run() -> None:
         options = {"device": "cpu", "n_ctx": 512, "n_parallel": 2, "n_threads": 1, "speculate": "off"}
-        async with frameshard.launch(model_path, engine=patched_engine(patch), **options) as client:
+        async with frameshard.launch(talking_model, engine=patched_engine(patch), **options) as client:
             sampling = frameshard.Sampling(max_tokens=50, temperature=0.0, stop=("never",))
             expected = (await client.complete("Once", sampling=sampling).completed()).text
             async with client.complete("Once", sampling=sampling) as stream:
@@ -666,9 +670,9 @@ def test_nothing_outlives_a_killed_host(round_: int) -> None:
         assert not directory.exists()
 
 
-def test_nothing_of_the_real_engine_outlives_a_killed_host(model_path: Path) -> None:
+def test_nothing_of_the_real_engine_outlives_a_killed_host(talking_model: Path) -> None:
     for _ in range(5):
-        process, pids, directory = launched(str(model_path))
+        process, pids, directory = launched(str(talking_model))
         with process:
             process.kill()
             gone_after(pids)
