@@ -54,14 +54,14 @@ def test_llama_cpps_text_in_half_of_the_bytes_at_any_budget(model_path: Path) ->
         assert stats["peak_bytes"] <= floor == stats["floor_bytes"]
 
 
-def test_a_conversation_survives_a_shrink_parking_and_hibernating(model_path: Path) -> None:
+def test_a_conversation_survives_a_shrink_parking_and_hibernating(deep_model: Path) -> None:
     greedy = m.Sampling(max_tokens=24, temperature=0.0)
 
     async def main() -> None:
         options = {"n_ctx": 1024, "n_parallel": 1, "n_threads": 1, "mode": "stream_only", "kv_type": "q8_0"}
         with trio.fail_after(120):
             async with frameshard.launch(
-                model_path, device="emulated", vram_budget_mb=120, log=subprocess.DEVNULL, **options
+                deep_model, device="emulated", vram_budget_mb=20, log=subprocess.DEVNULL, **options
             ) as client:
                 low = (await client.caps_and_requirements()).floor_bytes / MIB
                 texts = []
@@ -70,7 +70,7 @@ def test_a_conversation_survives_a_shrink_parking_and_hibernating(model_path: Pa
                         async for _ in stream:
                             if state is not None and len(stream.text) > 20:
                                 await client.set_budget(low, state=state, timeout_s=30)
-                                await client.set_budget(120, timeout_s=30)
+                                await client.set_budget(20, timeout_s=30)
                                 state = None
                         texts.append(stream.text)
                 assert len(set(texts)) == 1

@@ -30,7 +30,7 @@ def play(model: Path, main: Callable[[frameshard.Client], Awaitable[None]], **op
     trio.run(bounded)
 
 
-def test_a_conversation_survives_parking_and_hibernating(model_path: Path) -> None:
+def test_a_conversation_survives_parking_and_hibernating(deep_model: Path) -> None:
     """The text is that of an undisturbed run, during an answer and between answers."""
     told: list[list[str]] = []
 
@@ -40,16 +40,16 @@ def test_a_conversation_survives_parking_and_hibernating(model_path: Path) -> No
             async with client.ask(question, conversation="inn", sampling=GREEDY) as stream:
                 async for _ in stream:
                     if state is not None and len(stream.text) > 20:
-                        down = await client.set_budget(120, state=state, timeout_s=30)
+                        down = await client.set_budget(18, state=state, timeout_s=30)
                         assert down.used_bytes == 0  # the emulated device has no driver with VRAM of its own
-                        back = await client.set_budget(120, timeout_s=30)
-                        assert 0 < back.used_bytes <= 120 * MIB
+                        back = await client.set_budget(18, timeout_s=30)
+                        assert 0 < back.used_bytes <= 18 * MIB
                         state = None
                 texts.append(stream.text)
         told.append(texts)
 
-    play(model_path, lambda client: talk(client, None, None, None), vram_budget_mb=120)
-    play(model_path, lambda client: talk(client, "parked", "hibernated", "parked"), vram_budget_mb=120)
+    play(deep_model, lambda client: talk(client, None, None, None), vram_budget_mb=18)
+    play(deep_model, lambda client: talk(client, "parked", "hibernated", "parked"), vram_budget_mb=18)
     assert told[0] == told[1]
     assert all(len(text) > 40 for text in told[0])
 

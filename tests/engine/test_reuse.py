@@ -45,12 +45,12 @@ def n_read(events: Sequence[Event]) -> int:
     return int(events[0]["n_prompt"]) - int(events[0]["n_reused"])
 
 
-def test_characters_with_one_lore_read_it_once(model_path: Path) -> None:
-    with engine(model_path, n_ctx=1024, n_parallel=2) as child:
+def test_characters_with_one_lore_read_it_once(talking_model: Path) -> None:
+    with engine(talking_model, n_ctx=2048, n_parallel=2) as child:
         jobs = [child.submit(npc(i), conversation=f"npc{i}", params=FEW) for i in range(6)]
         first, *others = child.finish(*jobs).values()
-        assert n_read(first) == first[0]["n_prompt"] > 200
-        assert all(n_read(events) < 40 for events in others)
+        assert n_read(first) == first[0]["n_prompt"] > 900
+        assert all(n_read(events) < 100 for events in others)
         assert child.stats()["kv_cache_evictions"] == 0
 
 
@@ -128,11 +128,11 @@ def test_a_copy_from_a_sliding_window_is_used_whole_or_not_at_all(tiny_model: Ca
 
 
 @pytest.mark.parametrize("mode", ["planned", "stream_only"])
-def test_a_paused_job_goes_on_where_it_was(model_path: Path, mode: str) -> None:
+def test_a_paused_job_goes_on_where_it_was(deep_model: Path, mode: str) -> None:
     """Also if it was paused in mid-prompt."""
-    options: dict[str, Any] = {"mode": mode, "n_parallel": 1, "n_ctx": 1024, "n_ubatch": 128}
+    options: dict[str, Any] = {"mode": mode, "n_parallel": 1, "n_ctx": 2048, "n_ubatch": 128}
     params = {"temperature": 0.8, "seed": 3, "max_tokens": 24}
-    with engine(model_path, **options) as child:
+    with engine(deep_model, **options) as child:
         alone = child.run(LORE, params=params)
         assert len(ids(alone)) == 24
         for n_tokens in (0, 7):
@@ -166,17 +166,18 @@ def test_a_paused_job_goes_on_where_it_was(model_path: Path, mode: str) -> None:
                 assert read < alone[0]["n_prompt"] - 100
 
 
-def test_an_answer_that_began_with_another_ones_lore_survives_a_kill(model_path: Path) -> None:
+def test_an_answer_that_began_with_another_ones_lore_survives_a_kill(deep_model: Path) -> None:
     """In mode stream_only its text is that of the undisturbed run."""
 
     async def main() -> None:
-        options: dict[str, Any] = {"mode": "stream_only", "device": "emulated", "vram_budget_mb": 100}
+        options: dict[str, Any] = {"mode": "stream_only", "device": "emulated", "vram_budget_mb": 20}
         sampling = frameshard.Sampling(max_tokens=40, temperature=0.9, seed=4)
-        tale = f"{LORE} In the year 11"
-        async with frameshard.launch(model_path, n_parallel=2, n_ctx=512, n_threads=1, **options) as client:
+        lore = LORE[:300]
+        tale = f"{lore} In the year 11"
+        async with frameshard.launch(deep_model, n_parallel=2, n_ctx=512, n_threads=1, **options) as client:
             alone = await client.complete(tale, sampling=sampling).completed()
             few = frameshard.Sampling(max_tokens=4)
-            await client.complete(f"{LORE} Ten years later,", conversation="one", sampling=few).completed()
+            await client.complete(f"{lore} Ten years later,", conversation="one", sampling=few).completed()
             # Without a conversation the text does not depend on what was read before.
             assert (await client.complete(tale, sampling=sampling).completed()).text == alone.text
             whole = await client.complete(tale, conversation="two", sampling=sampling).completed()
