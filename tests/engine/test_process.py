@@ -375,11 +375,11 @@ def test_jobs_together_say_what_they_say_alone(cpu: EngineProcess) -> None:
     assert [text(together[job]) for job in jobs] == alone
 
 
-def test_a_long_prompt_does_not_stop_the_others(model_path: Path) -> None:
-    with engine(model_path, n_ctx=2048, n_parallel=2, n_ubatch=64) as child:
-        talker = child.submit(CASTLE, params={"max_tokens": 60})
+def test_a_long_prompt_does_not_stop_the_others(deep_model: Path) -> None:
+    with engine(deep_model, n_ctx=2048, n_parallel=2, n_ubatch=64) as child:
+        talker = child.submit(CASTLE, params={"max_tokens": 1900})
         child.wait_for("token", job=talker)
-        reader = child.submit(LONG * 60, params={"max_tokens": 1})
+        reader = child.submit(LONG * 15, params={"max_tokens": 1})
         child.wait_for("started", job=reader)
         tokens = 0
         while (event := child.next_event())["ev"] != "done":

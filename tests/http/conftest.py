@@ -1,4 +1,5 @@
-"""A sidecar with a real model, and a server in front of it, for all tests of answers."""
+"""A sidecar with a real model, and a server in front of it, for tests of answers. Each module has its own:
+pytest would keep one of the folder until all tests of the process have ended."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from servers import Server, server, sidecar
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, model_path: Path, mmproj_path: Path) -> Iterator[Path]:
     """The connect file of a sidecar with SmolLM2 and a vision tower."""
     options: dict[str, Any] = {"model": str(model_path), "mmproj": str(mmproj_path), "device": "emulated"}
@@ -19,7 +20,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_path: Path, mmproj_pat
         yield connect_file
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def http(place: Path) -> Iterator[Server]:
     with server(place) as running:
         yield running
