@@ -1,4 +1,5 @@
-"""Speculative decoding changes the speed of an answer, not its text: with a real model, with and without a draft model.
+"""Speculative decoding changes the speed of an answer, not its text: with the first layers of a real model, with and
+without a draft model.
 
 With fewer than 512 cells, llama.cpp's CPU kernels give a token the same bits in a batch of any length. There the text
 must be that of an engine without speculation. With more cells attention adds up in another order for a single token, so
@@ -34,22 +35,22 @@ STREAMING: dict[str, object] = {"device": "emulated", "mode": "stream_only"}
 
 
 @pytest.fixture(scope="module")
-def speculating(model_path: Path) -> Iterator[EngineProcess]:
-    with engine(model_path, **STREAMING, n_ctx=1024) as child:
+def speculating(shallow_model: Path) -> Iterator[EngineProcess]:
+    with engine(shallow_model, **STREAMING, n_ctx=1024) as child:
         yield child
 
 
 @pytest.fixture(scope="module")
-def plain(model_path: Path) -> Iterator[EngineProcess]:
-    with engine(model_path, **STREAMING, n_ctx=1024, speculate="off") as child:
+def plain(shallow_model: Path) -> Iterator[EngineProcess]:
+    with engine(shallow_model, **STREAMING, n_ctx=1024, speculate="off") as child:
         yield child
 
 
 @pytest.fixture(scope="module")
-def drafting(model_path: Path) -> Iterator[EngineProcess]:
+def drafting(shallow_model: Path) -> Iterator[EngineProcess]:
     """The model is its own draft model. In a greedy answer nearly all drafts are accepted; in a sampled one many are
     rejected."""
-    with engine(model_path, **STREAMING, n_ctx=1024, draft_model=str(model_path)) as child:
+    with engine(shallow_model, **STREAMING, n_ctx=1024, draft_model=str(shallow_model)) as child:
         yield child
 
 
@@ -138,7 +139,7 @@ def test_same_text_at_any_budget(speculating: EngineProcess) -> None:
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_is_killed_in_the_middle_of_an_answer(speculating: EngineProcess, model_path: Path) -> None:
+def test_an_engine_is_killed_in_the_middle_of_an_answer(speculating: EngineProcess, shallow_model: Path) -> None:
     """Another engine continues the answer. It is the second turn, so the repeated part has drafts of the first."""
     turn = user(RULES * 5 + "Repeat the rules.")
     first = speculating.run(turn, conversation="inn", params=WARM)
@@ -153,7 +154,7 @@ def test_an_engine_is_killed_in_the_middle_of_an_answer(speculating: EngineProce
     for _ in range(2):
         child = EngineProcess()
         try:
-            child.load(model_path, **STREAMING, n_ctx=1024, n_parallel=4, n_threads=1)
+            child.load(shallow_model, **STREAMING, n_ctx=1024, n_parallel=4, n_threads=1)
             job = child.submit(turn, params=params, resume=said, history=whole[0]["history"])
             for _ in range(9):
                 said.append(child.wait_for("token", job=job)["id"])
@@ -181,8 +182,8 @@ def test_a_conversation_goes_on_from_what_was_kept(speculating: EngineProcess) -
     assert ids(again) == ids(speculating.run(prompt))
 
 
-def test_up_to_the_end_of_the_context(model_path: Path) -> None:
-    with engine(model_path, **STREAMING, n_ctx=256, n_parallel=1) as child:
+def test_up_to_the_end_of_the_context(shallow_model: Path) -> None:
+    with engine(shallow_model, **STREAMING, n_ctx=256, n_parallel=1) as child:
         prompt = "Count: 1 2 3 1 2 3 1 2 3"
         room = 256 - child.run(prompt, params={"max_tokens": 1})[0]["n_prompt"]
         events = child.run(prompt, params={"max_tokens": room})
@@ -190,14 +191,16 @@ def test_up_to_the_end_of_the_context(model_path: Path) -> None:
         assert drafted(child)[1] > 50
 
 
-def test_planned_mode_says_the_same(model_path: Path, plain: EngineProcess) -> None:
+def test_planned_mode_says_the_same(model_path: Path) -> None:
     """Where the next token is clear. Planned mode rounds as its plan wants, and verifies several tokens at once."""
     # So slow a link that a draft pays on any machine, however busy its cores are.
     fields: dict[str, object] = {"device": "emulated:0.2", "n_ctx": 512, "n_parallel": 1}
     params = {"max_tokens": 16}
+    with engine(model_path, **STREAMING, n_ctx=1024, speculate="off") as plain:
+        expected = ids(plain.run(REPEATING, params=params))
     with engine(model_path, **fields, draft_model=str(model_path)) as child:
         child.budget(child.stats()["floor_bytes"])
-        assert ids(child.run(REPEATING, params=params)) == ids(plain.run(REPEATING, params=params))
+        assert ids(child.run(REPEATING, params=params)) == expected
         assert drafted(child)[1] > 0
 
 
@@ -206,7 +209,15 @@ def test_planned_mode_says_the_same(model_path: Path, plain: EngineProcess) -> N
 
 def test_nothing_is_drafted_for_text_that_does_not_repeat(speculating: EngineProcess) -> None:
     before = drafted(speculating)
-    wild = {"temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, "max_tokens": 60}
+    wild = {
+        "temperature": 5.0,
+        "presence_penalty": 2.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 1,
+        "max_tokens": 60,
+    }
     assert len(ids(speculating.run("Once upon a time", params=wild))) == 60
     assert drafted(speculating) == before
 
@@ -247,7 +258,7 @@ def test_a_draft_does_not_change_the_text(drafting: EngineProcess, plain: Engine
 
 
 def test_a_draft_beside_an_answer_of_a_given_form(drafting: EngineProcess, plain: EngineProcess) -> None:
-    schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"enum": [20, 30]}}}
     params = {"json_schema": json.dumps({**schema, "required": ["name", "age"]}), "max_tokens": 40}
     before = by_draft_model(drafting)
     answer = text(drafting.run(user("Who are you?"), params=params))
@@ -273,10 +284,10 @@ def test_a_draft_for_jobs_together_and_one_that_is_cancelled(drafting: EnginePro
     assert by_draft_model(drafting)[1] > before[1]
 
 
-def test_tokens_of_a_draft_model(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_a_draft_model(shallow_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frameshard.engine.draft.CHUNK", 96)
-    config = EngineConfig(str(model_path), device="emulated", n_ctx=1024, n_parallel=2, n_threads=1)
-    with Runtime.load(config) as runtime, contextlib.closing(DraftModel(runtime, str(model_path))) as draft_model:
+    config = EngineConfig(str(shallow_model), device="emulated", n_ctx=1024, n_parallel=2, n_threads=1)
+    with Runtime.load(config) as runtime, contextlib.closing(DraftModel(runtime, str(shallow_model))) as draft_model:
         assert runtime.device is not None
         before = runtime.device.stats()
         texts = {0: runtime.tokenizer.tokenize(REPEATING), 1: runtime.tokenizer.tokenize("Once upon a")}
@@ -314,13 +325,13 @@ def test_tokens_of_a_draft_model(model_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("other", ["size", "piece", "state"])
 def test_a_draft_model_that_does_not_fit_is_refused(
-    other: str, model_path: Path, tiny_model: Callable[[str], Path], tmp_path: Path
+    other: str, shallow_model: Path, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model, draft = tiny_model("llama"), tmp_path / "draft.gguf"
     if other == "piece":
         draft.write_bytes(model.read_bytes().replace("▁w700".encode(), "▁x700".encode()))
     else:
-        draft = model_path if other == "size" else tiny_model("rwkv7")
+        draft = shallow_model if other == "size" else tiny_model("rwkv7")
     child = EngineProcess()
     try:
         event = child.load(model, device="emulated", n_ctx=256, n_parallel=1, n_threads=1, draft_model=str(draft))
