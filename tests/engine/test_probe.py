@@ -20,6 +20,7 @@ import json, sys
 from frameshard import native
 from frameshard.engine import probe
 from frameshard.plan.model import read_model
+probe._MEMORY_KIND = ("F16", 2048, 2048)  # a smaller one, to be quick
 device = native.ShardDevice("emulated:1", vram_budget_bytes=0, n_threads=1)
 calls, profiles = [], []
 for name in ("probe_machine", "probe_product", "probe_attention"):
@@ -62,7 +63,7 @@ def test_measures_what_is_missing_and_all_when_told(
     calls = " ".join(document["calls"]).split("next")
     assert calls[0].count("probe_product") == len(first["products"]) > 0
     assert calls[0].count("probe_machine") == 1
-    assert first["products"].keys() > {"F16 8192x8192"}  # for the rate of the memory
+    assert first["products"].keys() > {"F16 2048x2048"}  # for the rate of the memory
     assert second["products"].keys() > first["products"].keys()
     assert calls[1].count("probe_product") == len(second["products"]) - len(first["products"])
     assert "probe_machine" not in calls[1]
@@ -95,9 +96,10 @@ def test_a_device_name_with_rates() -> None:
 
 STREAM = """
 import functools, json, sys
-from frameshard.engine import placement as placing
+from frameshard.engine import placement as placing, probe
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
+probe._MEMORY_KIND = ("F16", 2048, 2048)  # a smaller one, to be quick
 placing.Measurements = functools.partial(placing.Measurements, seconds=0.5)
 config = EngineConfig(model=sys.argv[1], device="emulated:1", n_ctx=256, n_parallel=1, n_threads=1)
 with Runtime.load(config, budgets=[1 << 40]) as runtime:
