@@ -162,9 +162,9 @@ def shallow_model(model_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def opening_model(model_path: Path) -> Path:
-    """SmolLM2, whose prompts end in a thought. The markers are control tokens."""
-    return _thinking(model_path, "smollm2-opens", thinking_models.OPENS, tokens=True)
+def opening_model(shallow_model: Path) -> Path:
+    """The first layers of SmolLM2, whose prompts end in a thought. The markers are control tokens."""
+    return _thinking(shallow_model, "shallow-opens", thinking_models.OPENS, tokens=True)
 
 
 @pytest.fixture(scope="session")

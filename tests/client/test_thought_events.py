@@ -18,7 +18,7 @@ from sidecars import DEADLINE_S, in_trio, launch, until_ready
 
 PROMPT = "Tell me about the old lighthouse at the end of the bay."
 SAMPLING = frameshard.Sampling(max_tokens=30, temperature=0.8, seed=5, logit_bias=(m.LogitBias(-100.0, token=2),))
-"""Without the bias SmolLM2 would end its output in the thought."""
+"""Without the bias the model could end its output in the thought."""
 
 LIMIT = 12
 

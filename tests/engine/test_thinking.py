@@ -18,7 +18,7 @@ from thinking_models import BEGIN, END, OPENS, SWITCHES
 
 QUESTION = user("Name three colours.")
 NO_END = [{"bias": -100.0, "token": 2}]
-"""SmolLM2 would end its output in a thought, which it has not learned."""
+"""A model that has not learned to think may end its output in a thought."""
 THINK = ("<think>", "</think>")
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 FORGETS = (  # a thought is left out of earlier answers, and prompts end in a thought
@@ -215,14 +215,16 @@ def test_markers_of_ordinary_text_are_found(switching: EngineProcess) -> None:
         assert ids(switching.run(QUESTION, **fields, resume=tokens[:n]))[0] == tokens[n]
 
 
-@pytest.mark.parametrize("bias", [[], NO_END])
-def test_a_form_applies_to_the_answer_alone(opening: EngineProcess, bias: list[object]) -> None:
-    """Without a bias the model ends its output in the thought. It must answer all the same."""
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_form_applies_to_the_answer_alone(opening: EngineProcess, ends: bool) -> None:
+    """A model that would end its output in the thought must answer all the same."""
+    bias = [{"bias": 100.0, "token": 2}] if ends else NO_END
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}}
+    schema |= {"required": ["n"], "additionalProperties": False}
     for seed in range(3):
         params = {"json_schema": json.dumps(schema), "max_tokens": 90, "temperature": 0.9, "seed": seed}
         thinks, answers = said(opening, thinking="hidden", thinking_tokens=12, params={**params, "logit_bias": bias})
-        assert bool(thinks) == bool(bias)
+        assert bool(thinks) != ends
         assert isinstance(json.loads(answers)["n"], int)
 
 
