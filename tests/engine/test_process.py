@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,19 @@ def reference(model_path: Path, question: str, n: int) -> str:
 
 def last(events: list[Event]) -> Event:
     return events[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_the_main_thread_sleeps_while_there_is_no_job(deep_model: Path, device: str) -> None:
+    with engine(deep_model, device=device) as child:
+        child.run("Hello", params={"max_tokens": 4})
+        stat = Path(f"/proc/{child.process.pid}/task/{child.process.pid}/stat")
+        sleeps, deadline = 0, time.monotonic() + 60.0  # what follows a job is done by then
+        while sleeps < 20 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            sleeps = sleeps + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
+        assert sleeps == 20
 
 
 # --- one job ----------------------------------------------------------------------------------------------------------

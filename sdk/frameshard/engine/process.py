@@ -127,7 +127,7 @@ class Engine:
         self._stop = False
         self._filling = False
         """True while there may be room in VRAM for more weights."""
-        self._sparing = True
+        self._sparing = False
         """True while KV blocks may lack spare host memory."""
         self._spare_at = 0.0
         self._fill_until = 0.0
@@ -260,6 +260,7 @@ class Engine:
             with contextlib.suppress(DecodeAborted):  # a stop command came meanwhile
                 self._vision.try_out()
             self._filling = True  # the encoder of images has evicted weights to get room
+        self._sparing = runtime.placement is not None
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
