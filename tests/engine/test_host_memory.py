@@ -136,13 +136,13 @@ def test_a_mixture_of_experts_starts_within_a_limit_below_its_file(own_moe: Path
     assert texts[0] == texts[1]
 
 
-def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_model: Path) -> None:
+def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -> None:
     """Shrinks to little more than the floor and growths take turns, first while prompts are read, then during answers.
     Each release is within the limit by both counts. Most weights come from disk then."""
     calm: list[str] = []
     shrunk: list[str] = []
     again: set[str] = set()
-    evictions = 0
+    evictions, vram_mb = 0, 20
 
     async def undisturbed(client: frameshard.Client) -> None:
         calm.extend(await talk(client, 2))
@@ -156,7 +156,7 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_model: Path) -> Non
             while True:
                 low_mb = (await client.budget()).host_floor_bytes / MIB + 1
                 try:
-                    released = await client.set_budget(VRAM_MB, host_budget_mb=low_mb, observe=n_shrinks % 20 == 0)
+                    released = await client.set_budget(vram_mb, host_budget_mb=low_mb, observe=n_shrinks % 20 == 0)
                 except BudgetBelowFloor:  # the processes have grown meanwhile
                     continue
                 assert released.host_used_bytes <= released.host_budget_bytes == int(low_mb * MIB)
@@ -165,7 +165,7 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_model: Path) -> Non
                     assert released.observed.host_observed_bytes <= int(low_mb * MIB)
                 n_shrinks += 1
                 await trio.sleep(0.02)
-                await client.set_budget(VRAM_MB, host_budget_mb=0, observe=False)
+                await client.set_budget(vram_mb, host_budget_mb=0, observe=False)
                 await trio.sleep(0.02)
 
         async with trio.open_nursery() as nursery:
@@ -177,9 +177,11 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_model: Path) -> Non
         engine = (await client.stats()).engine
         assert engine is not None
         evictions = engine["kv_cache_evictions"]
+        assert engine["host"]["device"]["disk_read_bytes"] > 0
 
-    play(own_model, undisturbed)
-    play(own_model, main)
+    options = {"vram_budget_mb": vram_mb}
+    play(own_deep_model, undisturbed, **options)
+    play(own_deep_model, main, **options)
     assert shrunk == calm
     assert len(again) <= 1
     assert evictions > 0

@@ -308,8 +308,10 @@ class HostMemory:
 
     def _limit_device(self, limit_bytes: int) -> None:
         """Limits the shard device's part. Its release is awaited by :meth:`_await_release`."""
-        device = self._runtime.device
-        if device is not None and (abs(self._asked_bytes - limit_bytes) >= STEP_BYTES or self._is_late()):
+        device, asked = self._runtime.device, self._asked_bytes
+        # 0 is no limit, and far from every limit: those of small models are smaller than a step.
+        differs = (limit_bytes > 0) != (asked > 0) or abs(asked - limit_bytes) >= STEP_BYTES
+        if device is not None and (differs or self._is_late()):
             # Its floor rises with the KV blocks: the next look sets it anew.
             with contextlib.suppress(BudgetBelowFloor):
                 with contextlib.suppress(DeadlineMissed):  # it obeys after the graph

@@ -266,6 +266,7 @@ class Engine:
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
         disk = IdleDisk(runtime.placement, self._commands.put, self._want_plan)
         self._idle = Idle(IdleProfile(runtime, self._want_plan), disk, self._batcher.reuse.copy_ahead)
+        _ = runtime.tokenizer.chat  # starts the process that renders prompts, which the floor counts
         host = HostMemory(runtime, self._batcher.store)
         host.measure()
         host.set_budget(config.host_budget_bytes, LOAD_RELEASE_S, spare_bytes=0)
