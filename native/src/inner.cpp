@@ -163,6 +163,7 @@ std::shared_ptr<char> Inner::pages(size_t bytes) const {
                 [pinned](char *) { ggml_backend_buffer_free(pinned); }};
     }
     if (char *memory = reserve_addresses(all)) {
+        memset(memory, 0, all); // now the system gives its pages, and counts them as used() does
         return {first_page(memory), [memory, all](char *) { release_addresses(memory, all); }};
     }
     return nullptr;

@@ -2,10 +2,15 @@
 #include "check.h"
 #include "emulated.h"
 #include "inner.h"
+#include "mapped_file.h"
 #include "pacing.h"
 #include "system.h"
 
+#include <algorithm>
 #include <numeric>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 using namespace fsd;
 
@@ -48,6 +53,23 @@ TEST(uploads_of_any_size_arrive) {
     inner.close_streams();
     fs_emulated_free(device);
 }
+
+#ifdef __linux__
+// The processes are counted as what the system counts less what is known to be held.
+TEST(memory_for_reads_is_there_before_it_is_read_into) {
+    Pacing pacing;
+    Inner inner(pacing);
+    ggml_backend_dev_t device = fs_emulated_device({});
+    CHECK(inner.open(device, 16 << 20));
+    const size_t n_pages = 1000;
+    const std::shared_ptr<char> memory = inner.pages(n_pages * MappedFile::kUnit);
+    std::vector<unsigned char> there(n_pages);
+    CHECK(mincore(memory.get(), n_pages * MappedFile::kUnit, there.data()) == 0);
+    CHECK(std::all_of(there.begin(), there.end(), [](unsigned char page) { return page & 1; }));
+    inner.close_streams();
+    fs_emulated_free(device);
+}
+#endif
 
 TEST(memory_that_cannot_be_pinned_is_copied_once) {
     fs_emulated_config config;
