@@ -581,6 +581,7 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     stats->host_weights_bytes = d.host.weights();
     stats->disk_read_bytes = d.cache.counts().read_bytes;
     stats->disk_waited_s = d.cache.counts().all_waited_s();
+    stats->disk_expert_reads = d.cache.experts().n_read();
     stats->budget_bytes = d.ledger.budget();
     stats->floor_bytes = d.ledger.floor();
     stats->full_bytes = d.ledger.full();

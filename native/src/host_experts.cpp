@@ -156,6 +156,7 @@ void HostExperts::read(int slot, const FileRange &range) {
     }
     s.copied.reset();
     disk_->submit(s.read, true);
+    n_read_++;
     reading_.push_back(slot);
 }
 

@@ -56,6 +56,7 @@ class HostExperts {
     uint64_t most_bytes() const { return most_blocks_ * block_bytes(); }
 
     void begin_use();
+    uint64_t n_read() const { return n_read_.load(); } // [any thread] matrices, so far
     // Makes sure that a matrix is in a slot or read into one; what has failed for an earlier use is read again. False: no slot
     // is free for it; one that it `must` have may take the place of any that is not in use.
     bool ask(int piece, int expert, bool must);
@@ -96,7 +97,7 @@ class HostExperts {
     std::vector<int> reading_; // slots, those of late
     size_t most_blocks_ = 0;
     uint64_t use_ = 1;
-    std::atomic<uint64_t> bytes_{0};
+    std::atomic<uint64_t> bytes_{0}, n_read_{0};
     std::string why_;
 };
 

@@ -1,14 +1,21 @@
 """Measures a model whose weights come from the disk, because a host budget has no room for them.
 
     python profiles/tools/disk_tier.py M.gguf --device CUDA0 --threads 14 --vram-budget 4GiB \\
-        --host-budget 12GiB,8GiB,4GiB --cold 8GiB --link 54 --json
+        --host-budget 12GiB,8GiB,4GiB --cold 8GiB --link 54 --vs --json
 
 - A sidecar in mode `stream_only` answers a question without a limit, and then at each host budget, when what fits is in
   host memory. The answers must be the same text. The time per token is compared with the slowest lane: the bytes that
   were read over the disk's rate, and the bytes that were copied over the link's.
+- The tokens of the text are drawn almost evenly from the vocabulary, so that it changes its experts. With
+  `--text likely` each is the most likely one; random weights then repeat a few tokens, and soon need the same experts.
+- For single experts: the share of choices that the cache in VRAM has, and of matrices that it lacks, those that host
+  memory has.
 - Meanwhile the sidecar's own count of host memory is sampled, and what the system counts; no sample may be above the
   budget.
 - *Cold*: the model's file is dropped from the page cache, and a sidecar is launched at each of the budgets in --cold.
+- With `--vs` llama.cpp runs after each of these with its file mapped, from a cold cache, in a memory cgroup with the
+  same limit, and with as much on the GPU as the VRAM budget has room for (`mapped_llama.py`). A rate that the emulated
+  device sets for its disk does not bind llama.cpp.
 """
 
 from __future__ import annotations
@@ -22,19 +29,28 @@ import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mapped_llama
 import trio
 
 import frameshard
 from frameshard import native
 from frameshard.cli import common
-from frameshard.engine import diskprobe
+from frameshard.engine import diskprobe, hostcount
+from frameshard.plan.model import read_model
 
 MIB = 1 << 20
 QUESTION = "A rider comes to the gate, looks up at the guard, and says that the bridge behind the old mill"
 SETTLED_S = 3.0
+PRESSED_S = 120.0
+SAMPLING = {
+    "even": frameshard.Sampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=mapped_llama.SEED),
+    "likely": frameshard.Sampling(temperature=0.0),
+}
 
 
 def launched(args: argparse.Namespace, host_budget_mb: float = 0) -> Any:
@@ -58,15 +74,25 @@ async def counters(client: frameshard.Client) -> dict[str, Any]:
     return engine
 
 
-async def answer(client: frameshard.Client, n_tokens: int) -> tuple[str, float, list[float]]:
-    """The text, the seconds until its first token, and the seconds between tokens."""
+@dataclass
+class Answer:
+    """A text, the seconds until its first token, the seconds between tokens, and the counters behind the first one."""
+
+    text: str
+    first_s: float
+    gaps: list[float]
+    at_first: dict[str, Any]
+
+
+async def answer(client: frameshard.Client, kind: str, n_tokens: int) -> Answer:
     start, times, text = time.perf_counter(), [], ""
-    sampling = frameshard.Sampling(max_tokens=n_tokens, temperature=0.0)
+    sampling, at_first = replace(SAMPLING[kind], max_tokens=n_tokens), {}
     async with client.complete(QUESTION, sampling=sampling) as stream:
         async for delta in stream:
             times += [time.perf_counter()] * delta.tokens
             text += delta.text
-    return text, times[0] - start, [after - before for before, after in itertools.pairwise(times)]
+            at_first = at_first or await counters(client)
+    return Answer(text, times[0] - start, [after - before for before, after in itertools.pairwise(times)], at_first)
 
 
 @contextlib.asynccontextmanager
@@ -88,6 +114,14 @@ async def sampled(client: frameshard.Client) -> AsyncIterator[dict[str, int]]:
         nursery.cancel_scope.cancel()
 
 
+async def unpressed(client: frameshard.Client) -> None:
+    """Waits until the sidecar has no limit of its own. The system reports that llama.cpp lacks memory in its cgroup, as
+    if the machine did."""
+    with trio.move_on_after(PRESSED_S):
+        while (await counters(client))["host"]["pressed_bytes"]:
+            await trio.sleep(0.5)
+
+
 async def settled(client: frameshard.Client, most_s: float) -> float:
     """Waits until no more weights come into host memory. Returns the seconds that it took."""
     start = changed = time.perf_counter()
@@ -99,50 +133,88 @@ async def settled(client: frameshard.Client, most_s: float) -> float:
     return changed - start
 
 
+def experts(model: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, float | None]:
+    """The shares of single experts that were where they were looked for: first in VRAM, then in host memory."""
+    names = [tensor.name for tensor in read_model(model).tensors if "_exps." in tensor.name]
+    n_layers = len({name.split(".")[1] for name in names})
+    new = {key: after[key] - before[key] for key in ("expert_hits", "experts_streamed", "experts_on_cpu")}
+    missed = new["experts_streamed"] + new["experts_on_cpu"]
+    read = after["host"]["device"]["disk_expert_reads"] - before["host"]["device"]["disk_expert_reads"]
+    return {
+        "vram_hit_rate": new["expert_hits"] / (new["expert_hits"] + missed) if missed else None,
+        "host_hit_rate": 1 - read / (missed * len(names) / n_layers) if missed else None,
+    }
+
+
 async def measure(client: frameshard.Client, args: argparse.Namespace, rates: dict[str, float]) -> dict[str, Any]:
-    before = await counters(client)
     async with sampled(client) as most:
-        text, first_s, gaps = await answer(client, args.generate)
-    after = await counters(client)
-    n_graphs = len(gaps) + 1
+        found = await answer(client, args.text, args.generate)
+    before, after = found.at_first, await counters(client)
+    n_graphs = after["graphs"] - before["graphs"]
     read = (after["host"]["device"]["disk_read_bytes"] - before["host"]["device"]["disk_read_bytes"]) / n_graphs
     copied = (after["copied_bytes"] - before["copied_bytes"]) / n_graphs
     lanes = {"disk_s": read / rates["disk"], "link_s": copied / rates["link"]}
-    token_s = statistics.median(gaps)
+    token_s = statistics.mean(found.gaps)
     host = after["host"]
     return {
-        "text": text,
-        "first_token_s": first_s,
+        "text": found.text,
+        "first_token_s": found.first_s,
         "token_s": token_s,
+        "median_token_s": statistics.median(found.gaps),
+        "graphs": n_graphs,
         "read_bytes_per_token": read,
         "copied_bytes_per_token": copied,
         **lanes,
         "over_slowest": token_s / max(lanes.values()) if any(lanes.values()) else None,
+        "of_disk_bound": lanes["disk_s"] / token_s,
+        **experts(args.model, before, after),
         **most,
         **{key: host[key] for key in ("weights_bytes", "pinned_bytes", "processes_bytes", "floor_bytes")},
         "waited_s": host["device"]["disk_waited_s"] - before["host"]["device"]["disk_waited_s"],
     }
 
 
-def drop_from_cache(path: str) -> None:
+def drop_from_cache(path: str) -> int | None:
+    """Drops a file from the page cache, as far as no process maps its pages. Returns the bytes that are still there."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return hostcount.ModelPages(path).cached_bytes() if hostcount.counts() else None
 
 
-async def cold(args: argparse.Namespace, budget_mb: float) -> dict[str, Any]:
-    drop_from_cache(args.model)
+class Beside:
+    """llama.cpp, for comparison."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._options = {"prompt": QUESTION, "threads": args.threads}
+        vram_bytes = common.size(args.vram_budget)
+        self._setting = mapped_llama.best_setting(args.model, args.device, vram_bytes, **self._options)
+
+    async def run(self, limit_mb: float, n_tokens: int) -> dict[str, Any]:
+        args, cached_bytes = self._args, drop_from_cache(self._args.model)
+        start = partial(mapped_llama.run, args.model, args.device, self._setting, **self._options)
+        start = partial(start, n_tokens=n_tokens, most_s=args.vs_most, limit_bytes=int(limit_mb * MIB))
+        found: dict[str, Any] = await trio.to_thread.run_sync(start)
+        drop_from_cache(args.model)
+        return found | {"cached_bytes_before": cached_bytes}
+
+
+async def cold(args: argparse.Namespace, beside: Beside | None, budget_mb: float) -> dict[str, Any]:
+    cached_bytes = drop_from_cache(args.model)
     start = time.perf_counter()
     async with launched(args, budget_mb) as client:
         ready_s = time.perf_counter() - start
-        text, _, gaps = await answer(client, 2)
-        return {
+        found = await answer(client, args.text, 1)
+        row = {
             "budget_mb": budget_mb,
+            "cached_bytes_before": cached_bytes,
             "ready_s": ready_s,
-            "first_token_s": time.perf_counter() - start - sum(gaps),
-            "text": text,
+            "first_token_s": ready_s + found.first_s,
+            "text": found.text,
             "host": (await counters(client))["host"],
         }
+    return row if beside is None else row | {"llama": await beside.run(budget_mb, 1)}
 
 
 async def report(args: argparse.Namespace) -> dict[str, Any]:
@@ -157,15 +229,20 @@ async def report(args: argparse.Namespace) -> dict[str, Any]:
         "rows": [],
     }
     vram_mb = result["vram_budget_mb"]
+    beside = Beside(args) if args.vs else None
     async with launched(args) as client:
         for budget_mb in (0.0, *(common.size(text) / MIB for text in args.host_budget.split(","))):
+            await unpressed(client)
             start = time.perf_counter()
             await client.set_budget(vram_mb, host_budget_mb=budget_mb, timeout_s=60)
             set_s = time.perf_counter() - start
             row = {"budget_mb": budget_mb, "set_s": set_s, "settled_s": await settled(client, args.settle)}
             row |= await measure(client, args, of)
+            if beside is not None and budget_mb:
+                row["llama"] = await beside.run(budget_mb, args.generate)
             result["rows"].append(row)
-    result["cold"] = [await cold(args, common.size(text) / MIB) for text in args.cold.split(",") if text]
+    budgets_mb = [common.size(text) / MIB for text in args.cold.split(",") if text]
+    result["cold"] = [await cold(args, beside, budget_mb) for budget_mb in budgets_mb]
     texts = {row["text"] for row in result["rows"]}
     return result | {"same_text": len(texts) == 1}
 
@@ -178,7 +255,10 @@ def main() -> None:
     parser.add_argument("--vram-budget", required=True, metavar="SIZE")
     parser.add_argument("--host-budget", required=True, metavar="SIZE[,SIZE…]")
     parser.add_argument("--cold", default="", metavar="SIZE[,SIZE…]", help="host budgets of cold starts; 0: no limit")
-    parser.add_argument("--generate", type=common.positive, default=8, metavar="N", help="tokens of an answer (8)")
+    parser.add_argument("--generate", type=common.positive, default=32, metavar="N", help="tokens of an answer (32)")
+    parser.add_argument("--text", choices=SAMPLING, default="even", help="how its tokens are drawn (even)")
+    parser.add_argument("--vs", action="store_true", help="run llama.cpp too")
+    parser.add_argument("--vs-most", type=float, default=90, metavar="S", help="it starts no token after so long (90)")
     parser.add_argument(
         "--settle", type=float, default=60, metavar="S", help="longest wait until what fits is read (60)"
     )

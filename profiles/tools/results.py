@@ -558,6 +558,8 @@ def disk_tier(results: list[Result]) -> list[str]:
         for row in result["rows"]:
             values = [row["read_bytes_per_token"] / 2**20, row["token_s"], row["disk_s"], row["link_s"]]
             values += [row["over_slowest"], row["first_token_s"], row["most_used_bytes"] / 2**20, row["samples"]]
+            beside = row.get("llama", {})
+            values += [row.get("host_hit_rate"), beside.get("token_s"), beside.get("first_token_s")]
             rows.append([number(row["budget_mb"] or None), *(number(value) for value in values)])
         lines += [
             f"A file of {result['file_bytes'] / 2**20:,.0f} MiB at {number(result['vram_budget_mb'])} MiB of VRAM; a "
@@ -567,8 +569,20 @@ def disk_tier(results: list[Result]) -> list[str]:
         ]
         columns = ["host budget MiB", "MiB from disk for a token", "s for a token", "disk alone s", "link alone s"]
         columns += ["over the slower", "first token s", "most host memory MiB, own count", "samples"]
+        columns += ["experts in host memory", "llama.cpp s for a token", "llama.cpp first token s"]
         lines += table(columns, rows)
+        lines += cold_starts(result["cold"]) if result["cold"] else []
     return lines
+
+
+def cold_starts(rows: list[Result]) -> list[str]:
+    found = []
+    for row in rows:
+        beside = row.get("llama", {})
+        values = [row["budget_mb"] or None, row["ready_s"], row["first_token_s"], beside.get("first_token_s")]
+        found.append([number(value) for value in values])
+    columns = ["host budget MiB", "ready s", "first token s", "llama.cpp first token s"]
+    return ["Starts from a cold page cache:", "", *table(columns, found)]
 
 
 def flight(results: list[Result]) -> list[str]:

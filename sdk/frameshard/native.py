@@ -115,6 +115,7 @@ class Stats:
     host_weights_bytes: int
     disk_read_bytes: int
     disk_waited_s: float
+    disk_expert_reads: int
 
 
 def _c_type(name: str, annotation: str) -> Any:

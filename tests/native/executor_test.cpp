@@ -1193,14 +1193,15 @@ void read_experts(bool planned) {
     }
     CHECK((stats().experts_on_cpu > before.experts_on_cpu) == planned);
     CHECK(stats().experts_streamed > before.experts_streamed);
+    CHECK(stats().disk_expert_reads > before.disk_expert_reads);
     // With more room they stay.
     CHECK(fsd_set_host_budget(0, 10) == FSD_OK);
     for (int i = 0; i < 20; i++) {
         s.check_conversation();
     }
-    const uint64_t all = stats().disk_read_bytes;
+    const fsd_stats there = stats();
     s.check_conversation();
-    CHECK(stats().disk_read_bytes == all);
+    CHECK(stats().disk_read_bytes == there.disk_read_bytes && stats().disk_expert_reads == there.disk_expert_reads);
     CHECK(fsd_park() == FSD_OK && fsd_unpark() == FSD_OK);
     s.check_conversation();
 }

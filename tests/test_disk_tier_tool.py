@@ -1,0 +1,40 @@
+"""profiles/tools/disk_tier.py measures weights from the disk, and llama.cpp beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "profiles" / "tools" / "disk_tier.py"
+MIB = 1 << 20
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory is counted on Linux")
+
+
+def test_a_text_that_changes_its_experts_is_read_from_disk(own_moe: Path) -> None:
+    command = [sys.executable, str(TOOL), str(own_moe), "--device", "emulated", "--threads", "1", "--link", "10"]
+    command += ["--vram-budget", "120MiB", "--host-budget", "300MiB", "--cold", "300MiB", "--generate", "6", "--vs"]
+    command += ["--settle", "5", "--vs-most", "5"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout)
+    assert result["same_text"]
+    whole, limited = result["rows"]
+    assert whole["read_bytes_per_token"] == 0
+    assert limited["read_bytes_per_token"] > 0
+    assert 0 < limited["host_hit_rate"] < 1
+    assert limited["of_disk_bound"] > 0
+    assert max(limited["most_used_bytes"], limited["most_observed_bytes"]) <= 300 * MIB
+    (cold,) = result["cold"]
+    assert cold["cached_bytes_before"] < MIB
+    assert 0 < cold["ready_s"] < cold["first_token_s"]
+    # Where no memory cgroup can be made, the row says so.
+    for beside in (limited["llama"], cold["llama"]):
+        assert beside["first_token_s"] > 0 if "why" not in beside else "cgroup" in beside["why"]
+    if os.access("/sys/fs/cgroup/memory", os.W_OK):
+        assert "why" not in cold["llama"]
