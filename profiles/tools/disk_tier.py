@@ -217,6 +217,10 @@ async def cold(args: argparse.Namespace, beside: Beside | None, budget_mb: float
     return row if beside is None else row | {"llama": await beside.run(budget_mb, 1)}
 
 
+def sizes_mb(texts: str) -> list[float]:
+    return [common.size(text) / MIB for text in texts.split(",") if text]
+
+
 async def report(args: argparse.Namespace) -> dict[str, Any]:
     rates = diskprobe.measure(Path(args.model), 2.0, native.parse_device(args.device).disk_gbps)
     of = {"disk": max(rates["rate"]), "link": args.link * 1e9}
@@ -231,7 +235,7 @@ async def report(args: argparse.Namespace) -> dict[str, Any]:
     vram_mb = result["vram_budget_mb"]
     beside = Beside(args) if args.vs else None
     async with launched(args) as client:
-        for budget_mb in (0.0, *(common.size(text) / MIB for text in args.host_budget.split(","))):
+        for budget_mb in (0.0, *sizes_mb(args.host_budget)):
             await unpressed(client)
             start = time.perf_counter()
             await client.set_budget(vram_mb, host_budget_mb=budget_mb, timeout_s=60)
@@ -241,8 +245,7 @@ async def report(args: argparse.Namespace) -> dict[str, Any]:
             if beside is not None and budget_mb:
                 row["llama"] = await beside.run(budget_mb, args.generate)
             result["rows"].append(row)
-    budgets_mb = [common.size(text) / MIB for text in args.cold.split(",") if text]
-    result["cold"] = [await cold(args, beside, budget_mb) for budget_mb in budgets_mb]
+    result["cold"] = [await cold(args, beside, budget_mb) for budget_mb in sizes_mb(args.cold)]
     texts = {row["text"] for row in result["rows"]}
     return result | {"same_text": len(texts) == 1}
 
@@ -253,7 +256,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=common.positive, default=common.default_threads(), metavar="N")
     parser.add_argument("--vram-budget", required=True, metavar="SIZE")
-    parser.add_argument("--host-budget", required=True, metavar="SIZE[,SIZE…]")
+    parser.add_argument("--host-budget", default="", metavar="SIZE[,SIZE…]")
     parser.add_argument("--cold", default="", metavar="SIZE[,SIZE…]", help="host budgets of cold starts; 0: no limit")
     parser.add_argument("--generate", type=common.positive, default=32, metavar="N", help="tokens of an answer (32)")
     parser.add_argument("--text", choices=SAMPLING, default="even", help="how its tokens are drawn (even)")
