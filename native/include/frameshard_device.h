@@ -121,6 +121,7 @@ typedef struct {
     uint64_t disk_read_bytes;    /* read from the file by the shard device since load; 0 while the file is mapped */
     double disk_waited_s;        /* that graphs have waited for these reads; it grows while a disk is stuck */
     uint64_t disk_expert_reads;  /* matrices of single experts that were read, because host memory did not have them */
+    uint32_t host_mapped;        /* whether all weights are used through the mapping of the file */
 } fsd_stats;
 
 /* Version of this interface, and the ggml version and commit that it was built against. */

@@ -582,6 +582,7 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     stats->disk_read_bytes = d.cache.counts().read_bytes;
     stats->disk_waited_s = d.cache.counts().all_waited_s();
     stats->disk_expert_reads = d.cache.experts().n_read();
+    stats->host_mapped = !d.cache.is_open();
     stats->budget_bytes = d.ledger.budget();
     stats->floor_bytes = d.ledger.floor();
     stats->full_bytes = d.ledger.full();

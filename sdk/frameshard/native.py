@@ -116,6 +116,7 @@ class Stats:
     disk_read_bytes: int
     disk_waited_s: float
     disk_expert_reads: int
+    host_mapped: bool
 
 
 def _c_type(name: str, annotation: str) -> Any:
@@ -875,7 +876,8 @@ class ShardDevice:
         if self._lib.fsd_get_stats(ctypes.byref(raw)) != 0:
             raise errors.VersionMismatch("the shard device library and this package do not belong together: reinstall")
         values = {f.name: getattr(raw, f.name) for f in dataclasses.fields(Stats)}
-        return Stats(**{**values, "host_weights": HostPath(values["host_weights"])})
+        found = {"host_weights": HostPath(values["host_weights"]), "host_mapped": bool(values["host_mapped"])}
+        return Stats(**{**values, **found})
 
     def reset_peak(self) -> None:
         """Resets ``peak_bytes`` to the bytes in use."""

@@ -15,7 +15,7 @@ import trio
 
 import frameshard
 from frameshard import program
-from frameshard.engine.hostmemory import SPARE_BYTES, share
+from frameshard.engine.hostmemory import MEASURE_S, SPARE_BYTES, share
 from frameshard.engine.kvstore import Blob, KvStore
 from frameshard.engine.pressure import Pressure
 from frameshard.errors import BudgetBelowFloor
@@ -134,6 +134,21 @@ def test_a_mixture_of_experts_starts_within_a_limit_below_its_file(own_moe: Path
     play(own_moe, main)
     play(own_moe, main, host_budget_mb=limit_mb)
     assert texts[0] == texts[1]
+
+
+def test_the_processes_are_the_same_with_a_limit(own_moe: Path) -> None:
+    """What weights have is not counted as the processes', also before anything was read into it."""
+
+    async def main(client: frameshard.Client) -> None:
+        await client.ask(LORE, sampling=FEW).completed()
+        found = []
+        for limit_mb in (0, 400):
+            await client.set_budget(VRAM_MB, host_budget_mb=limit_mb, timeout_s=60)
+            await trio.sleep(4 * MEASURE_S)  # until no earlier measurement counts
+            found.append((await figures(client))["processes_bytes"])
+        assert abs(found[1] - found[0]) < 16 * MIB
+
+    play(own_moe, main)
 
 
 def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -> None:

@@ -268,7 +268,7 @@ class HostMemory:
     def _is_mapped(self) -> bool:
         """Whether all weights are used through the mapping of the model's file."""
         device = self._runtime.device
-        return device is None or device.stats().disk_read_bytes == 0
+        return device is None or device.stats().host_mapped
 
     def _is_reclaimable(self) -> bool:
         """Whether the system can take back the pages of all weights itself."""
