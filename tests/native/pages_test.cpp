@@ -129,8 +129,11 @@ TEST(no_driver_is_asked_for_a_mapped_file) {
     CHECK(!driver.asked_for_file);
     CHECK(driver.arrives(map + from, size - from) && driver.inner.host_paths.imported_bytes == size - from);
     driver.inner.detach(map + from);
-    CHECK(driver.inner.attach((char *)words.data(), size) == HostPath::imported); // memory of the process as it is
-    driver.inner.detach(words.data());
+    char *memory = reserve_addresses(size); // of the process: imported as it is
+    memcpy(memory, words.data(), size);
+    CHECK(driver.inner.attach(memory, size) == HostPath::imported);
+    driver.inner.detach(memory);
+    release_addresses(memory, size);
     munmap(map, size);
     fclose(file);
 }
