@@ -368,6 +368,7 @@ const char *GroupRun::matrix(size_t product, int expert) const {
 // Kernels read past the end of a row, so each matrix is followed by the first weights of the next expert, or zeros.
 void GroupRun::copy_expert(int expert, int slot) {
     const ExpertArena &arena = d.experts.arena();
+    d.ring.before_fill();
     if (d.inner.trace) {
         d.inner.trace->begin(FSD_LANE_COPY, d.inner.copy);
     }

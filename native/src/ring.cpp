@@ -1,6 +1,7 @@
 #include "ring.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fsd {
 
@@ -102,6 +103,13 @@ void Ring::synchronize(size_t entry) {
     }
 }
 
+void Ring::before_fill() {
+    if (thread_) {
+        thread_->wait(last_cached_);
+    }
+    filling_ = true;
+}
+
 void Ring::use(size_t entry) {
     if (!thread_) {
         ggml_backend_event_record(done_[entry], inner_.compute);
@@ -150,7 +158,7 @@ void Ring::reset() {
     held_.clear();
     slots_.clear();
     last_copy_.clear();
-    next_copy_ = next_use_ = rested_at_ = given_ = computed_ = 0;
+    next_copy_ = next_use_ = rested_at_ = given_ = last_cached_ = computed_ = 0;
     n_copied_ = copied_bytes_ = 0;
 }
 
@@ -215,7 +223,10 @@ void Ring::copy_cached(size_t entry, int expert, int slot) {
     ggml_tensor src = raw_tensor(buffer_.get(), cached, size);
     ggml_tensor dst = raw_tensor(buffer_.get(), base_ + slots_[entry].offset + at, size);
     if (thread_) {
-        given_ = thread_->queue({dst, nullptr, src});
+        if (std::exchange(filling_, false)) {
+            ggml_backend_synchronize(inner_.copy);
+        }
+        given_ = last_cached_ = thread_->queue({dst, nullptr, src});
     } else {
         ggml_backend_tensor_copy_async(inner_.copy, inner_.copy, &src, &dst);
     }

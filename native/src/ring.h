@@ -68,6 +68,9 @@ class Ring {
     // The first `uses` steps have been computed. To be called where the host has waited for the compute stream.
     void computed(uint64_t uses) { computed_ = std::max(computed_, uses); }
     bool has_thread() const { return thread_ != nullptr; }
+    // A slot of the expert cache is about to be filled by the copy stream. The thread's copies from slots do not wait for that
+    // stream, nor it for them.
+    void before_fill();
 
     ggml_backend_buffer_t buffer() const { return buffer_.get(); }
     char *base() const { return base_; }
@@ -114,6 +117,8 @@ class Ring {
     std::unique_ptr<CopyThread> thread_;
     std::vector<uint64_t> last_copy_; // by entry: how many copies the thread had been given then
     uint64_t given_ = 0;              // to the thread so far
+    uint64_t last_cached_ = 0;        // `given_` with the latest copy from the expert cache
+    bool filling_ = false;            // slots of the cache, since the host has waited for the copy stream
     uint64_t computed_ = 0;           // steps, as far as the host knows
 };
 

@@ -584,10 +584,11 @@ SCENARIO(row_pieces_of_many_tokens) {
     s.check_conversation();
 }
 
-void change_budgets_while_graphs_run(bool placements, unsigned seed) {
+void change_budgets_while_graphs_run(bool placements, unsigned seed, bool one_queue = false) {
     fsd_config config = config_of(0);
     config.emulated_link_gbps = 4; // makes copies take as long as the computation
     Session s(config);
+    fsd::device().inner.quirks.one_queue = one_queue;
     s.commit();
     CHECK(fsd_set_budget(s.full, 0) == FSD_OK);
     CHECK(fsd_reset_peak() == FSD_OK);
@@ -638,6 +639,9 @@ void change_budgets_while_graphs_run(bool placements, unsigned seed) {
 SCENARIO(budget_changes_while_streamed_graphs_run) { change_budgets_while_graphs_run(false, 3); }
 
 SCENARIO(budget_changes_while_placed_graphs_run) { change_budgets_while_graphs_run(true, 4); }
+
+// A thread makes the copies, of experts in the cache too, whose slots get other experts meanwhile.
+SCENARIO(budget_changes_while_a_thread_copies) { change_budgets_while_graphs_run(true, 5, true); }
 
 SCENARIO(a_budget_below_the_floor_is_refused) {
     Session s(config_of(1 << 20));
