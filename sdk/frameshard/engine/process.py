@@ -77,10 +77,6 @@ FILL_STEPS = 4
 """Between two decodes, weights are copied to VRAM for at most the time of this many decodes. Resident weights need not
 be streamed, so that soon saves time."""
 
-SPARE_SHARE = 16
-"""Beside jobs, spare host memory for KV blocks takes one of so many parts of the time: the system gives pinned memory
-at 1 to 2 GB/s."""
-
 TELL_LOADING_S = 0.05
 
 LEARN_EVERY = 64
@@ -129,7 +125,6 @@ class Engine:
         """True while there may be room in VRAM for more weights."""
         self._sparing = False
         """True while KV blocks may lack spare host memory."""
-        self._spare_at = 0.0
         self._fill_until = 0.0
         self._progress = -1
         self._progress_at = 0.0
@@ -223,10 +218,8 @@ class Engine:
         elif self._filling or placement.unfilled:
             self._filling = placement.fill(int(placement.profile.h2d * FILL_S)) > 0
             self._sparing = True
-        elif self._sparing and not (self._batcher.busy and time.monotonic() < self._spare_at):
-            started = time.monotonic()
+        elif self._sparing and not self._batcher.busy:
             self._sparing = placement.device.add_spare() > 0
-            self._spare_at = time.monotonic() + SPARE_SHARE * (time.monotonic() - started)
 
     def _decode(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
