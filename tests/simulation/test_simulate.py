@@ -34,11 +34,11 @@ def shortened(name: str, directory: Path) -> str:
     return str(path)
 
 
-def test_the_six_traces_play_and_no_lease_is_broken(own_deep_model: Path, tmp_path: Path) -> None:
+def test_the_six_traces_play_and_no_lease_is_broken(own_model: Path, tmp_path: Path) -> None:
     picture = tmp_path / "six.png"
     result = simulate(
         *(shortened(name, tmp_path) for name in trace.names()),
-        "--model", str(own_deep_model), "--device", "emulated:4", "--speed", "16", "--json",
+        "--model", str(own_model), "--device", "emulated:4", "--speed", "8", "--json",
         "--scheduling-mode", "prioritize_compute", "--plot", str(picture),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
