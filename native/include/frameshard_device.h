@@ -185,8 +185,9 @@ FSD_API fsd_status fsd_use_kv(uint32_t sequence, uint64_t cells);
  * as large as the budget allows. The next graph uses these weights; the compute stream waits for their copies. */
 FSD_API fsd_status fsd_fill(uint64_t max_bytes, uint64_t *filled);
 
-/* Takes spare host memory for one block of the KV cache that is in VRAM, so that a smaller budget need not wait for it.
- * *taken gets its bytes; 0 when no more is to be had. The system may need 0.1 s to give it: for idle moments. */
+/* Takes spare host memory for one block of the KV cache that is in VRAM, so that a smaller budget need not wait for it, or
+ * clears spare memory with cells of several layouts. *taken gets its bytes; 0 when there is no more to do. The system may need
+ * 0.1 s to give it: for idle moments. */
 FSD_API fsd_status fsd_add_spare(uint64_t *taken);
 
 /* What fsd_commit will make of a model, for planning: no device, no fsd_configure and no model in memory is needed, only the

@@ -98,13 +98,6 @@ void KvStore::set_spare(KvBlock &b, InnerBuffer memory, int64_t cells, int64_t s
     b.spare_streams = streams;
 }
 
-void KvStore::clear_spare(KvBlock &b) {
-    finish_mirror();
-    std::fill(b.mirrored.begin(), b.mirrored.end(), 0);
-    ggml_backend_buffer_clear(b.spare.get(), 0);
-    b.spare_cells = 0;
-}
-
 void KvStore::allow_spares(bool allowed) {
     spares_allowed_ = allowed;
     if (!allowed) {
@@ -118,19 +111,22 @@ size_t KvStore::add_spare() {
     for (auto it = blocks.rbegin(); spares_allowed_ && !pageable_ && it != blocks.rend(); it++) {
         KvBlock &b = **it;
         const size_t bytes = lay_out(b, b.group->cells, b.group->streams, at); // it never needs more
-        if (b.in_host_memory || b.stays || (size_of(b.spare) >= bytes && b.spare_cells >= 0)) {
+        const bool large = size_of(b.spare) >= bytes;
+        if (b.in_host_memory || b.stays || (large && b.spare_cells >= 0)) {
             continue;
         }
-        if (size_of(b.spare) >= bytes) {
-            clear_spare(b);
-            return size_of(b.spare);
-        }
         const uint64_t all = spare_bytes() + bytes;
-        InnerBuffer memory = all <= kMostSpare && has_room(kSpareShare * all) ? host_memory(bytes) : nullptr;
-        if (memory) {
-            set_spare(b, std::move(memory), -1, 0);
-            clear_spare(b); // now the system gives its pages
+        InnerBuffer memory;
+        if (large) {
+            memory = take_spare(b);
+        } else if (all <= kMostSpare && has_room(kSpareShare * all)) {
+            memory = host_memory(bytes);
         }
+        if (!memory) {
+            return 0;
+        }
+        ggml_backend_buffer_clear(memory.get(), 0); // now the system gives its pages
+        set_spare(b, std::move(memory), 0, 0);
         return size_of(b.spare);
     }
     return 0;

@@ -93,7 +93,6 @@ class KvStore {
     InnerBuffer host_memory(size_t bytes) const;
     InnerBuffer take_spare(KvBlock &b);
     void set_spare(KvBlock &b, InnerBuffer memory, int64_t cells, int64_t streams); // with cells in that layout
-    void clear_spare(KvBlock &b);
     void lay_out_again(KvBlock &b, size_t bytes, const std::vector<size_t> &at, int64_t cells, int64_t streams);
     // The mirror: cells that earlier graphs have written are copied to spare memory while a graph runs, so that little is left
     // to copy when the block must leave VRAM.

@@ -828,9 +828,9 @@ class ShardDevice:
 
     def add_spare(self) -> int:
         """Takes spare host memory for one block of the KV cache that is in VRAM, so that a smaller budget need not wait
-        for it. The system may need 0.1 s to give it. Call it in idle moments.
+        for it, or clears what an older layout has left there. The system may need 0.1 s. Call it in idle moments.
 
-        :returns: its bytes; 0 when no more is to be had.
+        :returns: its bytes; 0 when there is no more to do.
         """
         taken = ctypes.c_uint64()
         self._check(self._lib.fsd_add_spare(ctypes.byref(taken)))
