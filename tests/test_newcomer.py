@@ -60,7 +60,6 @@ def test_what_chat_says_of_itself_fits_a_terminal(model_path: Path) -> None:
         "chat", "--model", str(model_path), *EMULATED, stdin="/help\n/stats\n/budget\n/budget 64\n"
     ).stderr
     notes = said.partition("/help for commands\n")[2]
-    notes = "\n".join(line for line in notes.splitlines() if not line.startswith("engine: "))  # its log
     assert "the floor is" in notes
     assert too_wide(notes) == []
 
