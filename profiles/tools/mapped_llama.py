@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import Any
 from frameshard import native
 from frameshard.cli.equal_vram import OVERHEAD, Search
 from frameshard.cli.upstream import layers_on_gpu
-from frameshard.cli.vram import Sampler
+from frameshard.cli.vram import run_observed
 from frameshard.engine.observer import find_observer
 from frameshard.native import EMULATED
 from frameshard.plan.memory import kv_bytes
@@ -115,25 +114,17 @@ def run(
             except OSError as error:
                 return {"why": f"no memory cgroup: {error}"}
             command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
-        observer = find_observer()  # made before the process, since it looks for a new one
         start = time.monotonic()
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        observer.pid = process.pid
-        try:
-            with Sampler(observer, vram_bytes, process.kill) as vram:
-                output, _ = process.communicate()
-        finally:
-            process.kill()
-            process.wait()
-        if (vram.peak_bytes or 0) > vram_bytes:
-            return {"why": "it takes more VRAM than the budget", "vram_bytes": vram.peak_bytes}
-        if process.returncode or not output:
+        ran = run_observed(command, find_observer, log, limit_bytes=vram_bytes)
+        if (ran.peak_bytes or 0) > vram_bytes:
+            return {"why": "it takes more VRAM than the budget", "vram_bytes": ran.peak_bytes}
+        if ran.code or not ran.output:
             log.seek(0)
             last = " ".join(log.read().split()[-20:])
-            return {"why": f"it ended with {process.returncode}: {last}"}
-    found = json.loads(output.splitlines()[-1])
+            return {"why": f"it ended with {ran.code}: {last}"}
+    found = json.loads(ran.output.splitlines()[-1])
     first_s = found.pop("first_at") - start
-    return {"setting": " ".join(setting), "first_token_s": first_s, **found, "vram_bytes": vram.peak_bytes}
+    return {"setting": " ".join(setting), "first_token_s": first_s, **found, "vram_bytes": ran.peak_bytes}
 
 
 def best_setting(model: str, device: str, vram_bytes: int, **options: Any) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model
 from frameshard.plan.workload import Workload
 
-from .vram import Sampler
+from .vram import run_observed
 
 if TYPE_CHECKING:
     from frameshard.engine.observer import Observer
@@ -200,29 +199,19 @@ class Program:
         generate = n_generate or workload.n_generate
         command = self._command(setting, workload, generate)
         with tempfile.TemporaryFile("w+") as log:
-            # An observer is made before the process: it looks for one that is new.
-            observer = None if self.observe is None else self.observe()
             try:
-                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment())
+                ran = run_observed(command, self.observe, log, limit_bytes=limit_bytes, env=environment())
             except OSError as error:
                 raise FrameshardError(f"cannot run {self.binary}: {error.strerror}") from error
-            if observer is not None:
-                observer.pid = process.pid
-            try:
-                with Sampler(observer, limit_bytes, process.kill) as nvml:
-                    output, _ = process.communicate()
-            finally:
-                process.kill()
-                process.wait()
-            if (nvml.peak_bytes or 0) > limit_bytes:
+            if (ran.peak_bytes or 0) > limit_bytes:
                 raise AboveLimit
-            rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-            if process.returncode or not rows or rows[-1]["tg"] != generate:
+            rows = [json.loads(line) for line in ran.output.splitlines() if line.startswith("{")]
+            if ran.code or not rows or rows[-1]["tg"] != generate:
                 log.seek(0)
                 words = [line.strip() for line in log.read().splitlines() if line.strip()]
-                last = "; ".join(words[-3:]) or f"it ended with {process.returncode}"
+                last = "; ".join(words[-3:]) or f"it ended with {ran.code}"
                 raise FrameshardError(f"{' '.join(command)} failed: {last}")
-        return Measured(rows[-1]["t_pp"], rows[-1]["speed_tg"], nvml.peak_bytes)
+        return Measured(rows[-1]["t_pp"], rows[-1]["speed_tg"], ran.peak_bytes)
 
     def _command(self, setting: Setting, workload: Workload, generate: int) -> list[str]:
         parallel = workload.n_parallel

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from frameshard.engine.observer import Observer
@@ -51,3 +53,43 @@ class Sampler:
     ) -> None:
         self._stop.set()
         self._thread.join()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A program that has ended.
+
+    :param output: of its standard output.
+    :param peak_bytes: the most VRAM that it had; ``None`` if nothing counts it.
+    """
+
+    code: int
+    output: str
+    peak_bytes: int | None
+
+
+def run_observed(
+    command: Sequence[str],
+    observe: Callable[[], Observer] | None,
+    log: IO[str],
+    *,
+    limit_bytes: float = math.inf,
+    env: Mapping[str, str] | None = None,
+) -> Ran:
+    """Runs a program, and stops it as soon as its VRAM is above a limit.
+
+    :param observe: makes an observer of its VRAM; ``None`` where nothing counts it.
+    :param log: where its standard error goes.
+    :raises OSError: it cannot be started.
+    """
+    observer = None if observe is None else observe()  # made before the process: it looks for one that is new
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
+    if observer is not None:
+        observer.pid = process.pid
+    try:
+        with Sampler(observer, limit_bytes, process.kill) as vram:
+            output, _ = process.communicate()
+    finally:
+        process.kill()
+        process.wait()
+    return Ran(process.returncode, output, vram.peak_bytes)
