@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from frameshard.engine.hostmemory import HostMemory
-from frameshard.engine.link import BrokerGone
+from frameshard.engine.link import BrokerGone, Link
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor, DeadlineMissed, FrameshardError, below_floor, internal
 from frameshard.native import ShardDevice
@@ -38,14 +38,14 @@ OBSERVED_POLL_S = 0.02  # polled, because NVML has no event for a change
 class Budgets:
     """Changes the budget of one runtime.
 
-    :param send: sends an event to the broker.
+    :param link: to the broker.
     :param on_main: runs a function in the main thread, between two decodes.
     :param replan: asks the main thread for a new plan.
     """
 
     def __init__(
         self,
-        send: Callable[[em.Event], None],
+        link: Link,
         on_main: Callable[[Callable[[], None]], None],
         replan: Callable[[], None],
     ) -> None:
@@ -53,7 +53,7 @@ class Budgets:
         """True while the context and all weights are out of VRAM. Nothing is decoded then."""
         self.has_frame_block = False
         """True if the device reads a frame block."""
-        self._send = send
+        self._link = link
         self._on_main = on_main
         self._replan = replan
         self._asked: queue.SimpleQueue[em.SetBudget] = queue.SimpleQueue()
@@ -102,11 +102,19 @@ class Budgets:
         self._known_bytes = runtime.vram_budget_bytes
         self._replan()
         with contextlib.suppress(BrokerGone):
-            self._send(em.BudgetReleased(0, self._known_bytes, _used_bytes(runtime), 0.0, *self._host_figures()))
+            self._send_released(runtime, 0, 0.0)
 
-    def _host_figures(self) -> tuple[int, int]:
-        """The host budget in force, and the host memory that is held, in bytes."""
-        return self._host.budget_bytes, self._host.parts().used_bytes
+    def _send_released(self, runtime: Runtime, seq: int, seconds: float) -> None:
+        self._link.send_made(
+            lambda: em.BudgetReleased(
+                seq,
+                runtime.vram_budget_bytes,
+                _used_bytes(runtime),
+                seconds,
+                self._host.budget_bytes,
+                self._host.parts().used_bytes,
+            )
+        )
 
     def _measure_overhead(self, runtime: Runtime) -> None:
         assert runtime.placement is not None
@@ -130,19 +138,16 @@ class Budgets:
             raise
         except Exception as error:
             why = internal(logger, "a change of the budget", error)
-            self._send(em.BudgetRefused(command.seq, m.ErrorInfo.of(why)))
+            self._link.send(em.BudgetRefused(command.seq, m.ErrorInfo.of(why)))
             return
         self._known_bytes = runtime.vram_budget_bytes
         used = _used_bytes(runtime)
-        figures = self._host_figures()
-        self._send(
-            em.BudgetReleased(command.seq, runtime.vram_budget_bytes, used, time.monotonic() - started, *figures)
-        )
+        self._send_released(runtime, command.seq, time.monotonic() - started)
         measures = host_changed and self._asked.empty()  # the next change must not wait
         host_observed = self._host.measure() if measures else self._host.observed_bytes
         within_bytes = used if command.parked else command.vram_budget_bytes
         observed = self._await_observed(runtime, within_bytes, started + command.timeout_s)
-        self._send(em.BudgetObserved(command.seq, observed, time.monotonic() - started, host_observed))
+        self._link.send(em.BudgetObserved(command.seq, observed, time.monotonic() - started, host_observed))
 
     def _grant(self, runtime: Runtime, command: em.SetBudget) -> float:
         """Sends the grant: the budget that can be reached by the deadline, predicted from earlier releases. Without
@@ -164,7 +169,7 @@ class Budgets:
                 seconds = min(predicted)
                 if seconds > timeout_s:
                     reached = stats.used_bytes - int(excess * timeout_s / seconds)
-        self._send(em.BudgetGranted(command.seq, reached, seconds))
+        self._link.send(em.BudgetGranted(command.seq, reached, seconds))
         return timeout_s if reached == wanted else max(timeout_s, PARTIAL_S)
 
     def _change(self, runtime: Runtime, device: ShardDevice, command: em.SetBudget, patience_s: float) -> None:
@@ -183,7 +188,7 @@ class Budgets:
                 reached = max(wanted, used - int(rate * (timeout_s - passed)))
                 seconds = passed + (used - wanted) / rate if rate else 0.0
                 with contextlib.suppress(BrokerGone):
-                    self._send(em.BudgetLate(command.seq, reached, seconds))
+                    self._link.send(em.BudgetLate(command.seq, reached, seconds))
 
         warning = threading.Timer(timeout_s / 2, warn)
         if 0 < wanted < before and patience_s <= timeout_s:  # if it is longer, the grant said that it will be late

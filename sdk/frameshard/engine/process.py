@@ -104,7 +104,7 @@ class Engine:
         self._link = link
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Functions that the main thread will call."""
-        self._budgets = Budgets(link.send, self._commands.put, self._want_plan)
+        self._budgets = Budgets(link, self._commands.put, self._want_plan)
         self._what_if = WhatIf(link.send)
         self._counting = Counting(link.send)
         self._pace = Pace()
@@ -515,7 +515,7 @@ class Engine:
                 look = self._watcher.look(parked=self._budgets.parked)
                 if look != sent or time.monotonic() - sent_at >= WATCH_SEND_S:
                     sent, sent_at = look, time.monotonic()
-                    self._link.send(look)
+                    self._link.send_made(partial(self._watcher.newest, look))
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

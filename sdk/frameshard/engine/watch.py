@@ -63,6 +63,12 @@ class Watcher:
         )
         return self._with_host(watch)
 
+    def newest(self, watch: em.Watch) -> em.Watch:
+        """The event with what is in use now. Reading the rest takes a while, and the budget may change meanwhile."""
+        device = self._runtime.device
+        used = watch.used_bytes if device is None else device.stats().used_bytes
+        return replace(watch, used_bytes=used, host_used_bytes=self.host.parts().used_bytes)
+
     def _with_host(self, watch: em.Watch) -> em.Watch:
         machine = hostcount.machine()
         return replace(
