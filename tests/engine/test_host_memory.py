@@ -106,6 +106,18 @@ def test_a_limit_below_the_floor_is_refused_and_changes_nothing(model_path: Path
         play(model_path, main, host_budget_mb=60)
 
 
+def test_the_floor_that_a_host_was_told_is_accepted_when_the_processes_have_grown(model_path: Path) -> None:
+    async def main(client: frameshard.Client) -> None:
+        told_bytes = (await client.budget()).host_floor_bytes
+        await talk(client, 1)
+        released = await client.set_budget(VRAM_MB, host_budget_mb=told_bytes / MIB, timeout_s=60)
+        assert released.host_used_bytes <= released.host_budget_bytes == told_bytes
+        while (await client.budget()).host_floor_bytes <= told_bytes:
+            await trio.sleep(0.05)
+
+    play(model_path, main)
+
+
 def test_the_limit_of_the_launch_holds_in_the_next_engine(model_path: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         await client.set_budget(VRAM_MB, state="hibernated")

@@ -3,7 +3,7 @@
 The limit is the host budget of the lease, or the sidecar's own limit while the system is short of memory, whichever is
 smaller. Each part has a share of it: the shard device (weights, pinned memory, KV blocks) and the KV store hold theirs
 at every moment. All else that the processes hold is measured every :data:`MEASURE_S` seconds, and :data:`SPARE_BYTES`
-are left free for what it grows by in between. Without a limit it is measured every :data:`UNLIMITED_S` seconds.
+are left free for what it grows by in between. Without a limit it is measured less often if that takes long.
 
 Without a limit nothing changes: the KV store may hold what the launch option ``kv_cache_bytes`` allows.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -28,13 +29,17 @@ logger = logging.getLogger("frameshard.engine")
 
 MEASURE_S = 2.0
 
-UNLIMITED_S = 60.0
-"""A measurement walks all pages of the model's file that are mapped, which takes 110 ms for 16 GiB. Meanwhile no memory
-can be mapped or unmapped in this process, so a budget that falls would wait for it. Under a limit few pages are
-mapped."""
+UNLIMITED_SHARE = 1 / 500
+"""The most of the time that measurements take without a limit. One walks all pages of the model's file that are mapped,
+which takes 110 ms for 16 GiB. Meanwhile no memory can be mapped or unmapped in this process, so a budget that falls
+would wait for it. Under a limit few pages are mapped."""
 
 SPARE_BYTES = 32 << 20
 """Part of the floor: what Python, libraries and drivers may take between two measurements."""
+
+LEAST_SPARE_BYTES = 16 << 20
+"""A host budget that leaves so much of it is accepted: the processes may have grown since the host was told the
+floor."""
 
 STORE_SHARE = 4
 """The KV store gets one of so many parts of what is above the floor, and more where the weights need less."""
@@ -108,7 +113,7 @@ class HostMemory:
         self._asked_bytes = 0  # of the shard device, which may obey later
         self._processes = 0
         self._measured: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
-        self._measured_at = -UNLIMITED_S
+        self._measured_at, self._took_s = -math.inf, 0.0
         self._file = hostcount.ModelPages(runtime.config.model) if hostcount.counts() else None
 
     # --- figures --------------------------------------------------------------------------------------------------
@@ -150,6 +155,7 @@ class HostMemory:
         """
         if self._file is None:
             return None
+        began_at = time.monotonic()
         with self._lock:
             steady = False
             for _ in range(_MEASUREMENTS):
@@ -168,6 +174,7 @@ class HostMemory:
                 self._processes = max(self._measured)
             self.observed_bytes = None if cached is None else own.bytes + others + cached
             self._measured_at = time.monotonic()
+            self._took_s = self._measured_at - began_at
             self._give_shares()
         return self.observed_bytes
 
@@ -188,7 +195,7 @@ class HostMemory:
 
     def look(self) -> None:
         """To be called several times a second: measures when it is due, and lets the shares follow the counters."""
-        if self._measured_before(MEASURE_S if self.limit_bytes else UNLIMITED_S):
+        if self._measured_before(MEASURE_S if self.limit_bytes else max(MEASURE_S, self._took_s / UNLIMITED_SHARE)):
             self.measure()
         elif self.limit_bytes:
             with self._lock:
@@ -205,9 +212,9 @@ class HostMemory:
         """The limit in force; 0 for none."""
         return min((limit for limit in (self.budget_bytes, self.pressed_bytes) if limit), default=0)
 
-    def check(self, budget_bytes: int, spare_bytes: int = SPARE_BYTES) -> None:
+    def check(self, budget_bytes: int, spare_bytes: int = LEAST_SPARE_BYTES) -> None:
         """
-        :param spare_bytes: of the floor.
+        :param spare_bytes: the part of :data:`SPARE_BYTES` that it must leave.
         :raises Unsupported: this system does not count host memory.
         :raises BudgetBelowFloor: the host budget is below the floor.
         """
@@ -221,14 +228,13 @@ class HostMemory:
             )
         if budget_bytes < self.floor_bytes or self._measured_before(MEASURE_S):
             self.measure()
-        floor_bytes = self.floor_bytes - SPARE_BYTES + spare_bytes
-        if budget_bytes < floor_bytes:
-            raise below_host_floor(budget_bytes, floor_bytes)
+        if budget_bytes < self.floor_bytes - SPARE_BYTES + spare_bytes:
+            raise below_host_floor(budget_bytes, self.floor_bytes)
 
-    def set_budget(self, budget_bytes: int, timeout_s: float, spare_bytes: int = SPARE_BYTES) -> bool:
+    def set_budget(self, budget_bytes: int, timeout_s: float, spare_bytes: int = LEAST_SPARE_BYTES) -> bool:
         """Sets the host budget, and waits until what is held is within it.
 
-        :param spare_bytes: of the floor. A new engine must fit where the last one ran, so it demands none.
+        :param spare_bytes: as for :meth:`check`. A new engine must fit where the last one ran, so it demands none.
         :returns: whether it is another one than before.
         :raises Unsupported: as :meth:`check`.
         :raises BudgetBelowFloor: as :meth:`check`.
