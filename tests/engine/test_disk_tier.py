@@ -174,8 +174,9 @@ commands = queue.SimpleQueue()
 replans = []
 with load("planned", "emulated:2:0.1") as runtime:
     placement = runtime.placement
-    placement._profile = replace(placement.profile, disk={})  # as on a machine that was never profiled
-    disk = idle.IdleDisk(placement, commands.put, lambda: replans.append(1))
+    rates = placement.rates
+    rates._profile = replace(rates.profile, disk={})  # as on a machine that was never profiled
+    disk = idle.IdleDisk(rates, commands.put, lambda: replans.append(1))
     work = idle.Idle(idle.IdleProfile(runtime, lambda: None), disk, lambda: False)
     found = [disk.due_in() is None]  # without a limit plans do not need it
     runtime.device.set_host_budget(file_bytes // 2)
@@ -189,16 +190,16 @@ with load("planned", "emulated:2:0.1") as runtime:
         if disturbed:
             disk.disturb()
         take = commands.get(timeout=60)
-        faster = replace(placement.profile, h2d=placement.profile.h2d * 2)
-        placement.adopt_profile(faster)  # the main thread has taken the other measurements first
+        faster = replace(rates.profile, h2d=rates.profile.h2d * 2)
+        rates.adopt_profile(faster)  # the main thread has taken the other measurements first
         take()
         found.append(len(replans) == (0 if disturbed else 1))
-        found.append(placement.profile.h2d == faster.h2d)
-        found.append(bool(placement.profile.disk) == (not disturbed))
+        found.append(rates.profile.h2d == faster.h2d)
+        found.append(bool(rates.profile.disk) == (not disturbed))
     placement.replan()
     found.append(placement.plan.predicted_decode_tps() < before)
     found.append(disk.due_in() is None)
-    print(json.dumps([found, max(placement.profile.disk["rate"])]))
+    print(json.dumps([found, max(rates.profile.disk["rate"])]))
 """
 
 COUNTED = """

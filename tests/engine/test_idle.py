@@ -55,7 +55,7 @@ def test_a_launch_plans_from_an_estimate_and_measures_when_idle(
     before = kept.stat().st_mtime_ns
     with engine(model_path, vram_budget_bytes=BUDGET, **FIELDS) as child:
         assert child.stats()["profile"] == "measured"
-        assert predicted(child) == measured  # plans of a launch with the kept profile are the same
+        assert [each["resident_bytes"] for each in predicted(child)] == [each["resident_bytes"] for each in measured]
     assert kept.stat().st_mtime_ns == before
 
 

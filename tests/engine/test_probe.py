@@ -116,7 +116,7 @@ print(json.dumps({
     "copied": stats.copied_bytes - before.copied_bytes,
     "staged": stats.staged_bytes - before.staged_bytes,
     "peak_is_within": stats.peak_bytes <= max(stats.full_bytes, stats.floor_bytes),
-    "profile": placement.profile.to_dict(),
+    "profile": placement.rates.profile.to_dict(),
     "logits": logits.tolist(),
 }))
 """

@@ -115,7 +115,7 @@ class _Forecast:
 
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
         from frameshard import native
-        from frameshard.plan import memory, plans, routing, ubatch
+        from frameshard.plan import corrections, memory, plans, routing, ubatch
         from frameshard.plan.adapter import read_adapter, vram_bytes
         from frameshard.plan.workload import Workload
         from frameshard.wire.launch import adapter_of
@@ -147,19 +147,24 @@ class _Forecast:
         self.fixed += vram_bytes(files, self.n_ubatch)
         prompt_bytes = memory.estimate_prompt(model, self.device, workload)
         self.context = memory.estimate_context(model, self.device, workload)
-        self._plan = partial(
+        self._make_plan = partial(
             plans.make_plan,
             model,
             profile,
             fixed_bytes=self.fixed,
-            host_budget_bytes=args.host_budget,
             prompt_bytes=prompt_bytes,
             context=self.context,
             n_ctx_used=self.n_used,
             n_ubatch=self.n_ubatch,
             routing=shares,
         )
+        self._corrections = corrections.NONE if args.profile else corrections.load(model, profile, "planned")
         self.full = self._plan(budget_bytes=0)
+
+    def _plan(self, budget_bytes: int, host_budget_bytes: int = 0) -> Plan:
+        host_bytes = host_budget_bytes or self.host_budget
+        plan = self._make_plan(budget_bytes=budget_bytes, host_budget_bytes=host_bytes)
+        return replace(plan, corrections=self._corrections)
 
     def at(self, budget_bytes: int) -> Plan | None:
         """The plan at a budget (0 for no limit); ``None`` below the floor."""
@@ -236,6 +241,8 @@ class _Forecast:
             f"{common.format_size(self.context.used)} for {self.n_used} of them), prompts by {self.n_ubatch} tokens. "
             "Estimated without loading: a launch says the exact figures, which are no larger."
         )
+        if self._corrections.seen:
+            bounds += " Times are corrected by what this model took here while it served."
         return f"{common.wrapped(f'{title}; on {self.where}')}\n{common.wrapped(bounds)}"
 
 

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from frameshard.engine.placement import Placement
+from frameshard.engine.rates import Rates
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import OutOfMemory
 from frameshard.native import ProbeStopped, ShardDevice
@@ -51,7 +51,7 @@ class IdleProfile:
     def __init__(self, runtime: Runtime, replan: Callable[[], None]) -> None:
         placement = runtime.placement
         self._runtime = runtime
-        self._left = placement.measurements if placement is not None else None
+        self._left = placement.rates.measurements if placement is not None else None
         self._replan = replan
         self._disturbed_at = time.monotonic()
         self._started_at = 0.0  # of the running measurement; 0: none runs
@@ -100,7 +100,7 @@ class IdleProfile:
         finally:
             self._started_at = 0.0
         if self._left.complete:
-            placement.adopt_profile(self._left.profile())
+            placement.rates.adopt_profile(self._left.profile())
             self._left = None
             logger.info("plans are made from the measured profile now")
             self._replan()
@@ -120,20 +120,20 @@ class IdleDisk:
     it, and hands the result to the main thread, which alone changes the profile. If a job comes meanwhile, its reads
     falsify the result, and it is made again later.
 
-    :param placement: of the model; ``None`` without a shard device.
+    :param rates: of the model; ``None`` without a shard device.
     :param on_main: runs a function in the main thread, between two decodes.
     :param replan: asks the main thread for a new plan.
     """
 
     def __init__(
         self,
-        placement: Placement | None,
+        rates: Rates | None,
         on_main: Callable[[Callable[[], None]], None],
         replan: Callable[[], None],
     ) -> None:
         self.running = False
         """A measurement has begun whose result the main thread has not taken yet."""
-        self._placement = placement
+        self._rates = rates
         self._on_main = on_main
         self._replan = replan
         self._disturbed_at = time.monotonic()
@@ -144,25 +144,25 @@ class IdleDisk:
 
     def due_in(self) -> float | None:
         """Seconds until the measurement may begin if nothing comes between; None if there is none to make."""
-        if self._placement is None or self.running or not self._placement.lacks_disk:
+        if self._rates is None or self.running or not self._rates.lacks_disk:
             return None
         return max(0.0, self._disturbed_at + QUIET_S - time.monotonic())
 
     def work(self) -> None:
         """Starts the measurement, if the moment is still idle."""
-        if self._placement is not None and self.due_in() == 0.0:
+        if self._rates is not None and self.due_in() == 0.0:
             self.running = True
-            given = self._placement, self._disturbed_at
+            given = self._rates, self._disturbed_at
             threading.Thread(target=self._measure, args=given, name="disk", daemon=True).start()
 
-    def _measure(self, placement: Placement, disturbed_at: float) -> None:
-        rates = placement.measure_disk()
-        self._on_main(lambda: self._take(placement, rates, disturbed_at))
+    def _measure(self, rates: Rates, disturbed_at: float) -> None:
+        of_disk = rates.measure_disk()
+        self._on_main(lambda: self._take(rates, of_disk, disturbed_at))
 
-    def _take(self, placement: Placement, rates: dict[str, list[float]], disturbed_at: float) -> None:
+    def _take(self, rates: Rates, of_disk: dict[str, list[float]], disturbed_at: float) -> None:
         self.running = False
         if self._disturbed_at == disturbed_at:
-            placement.adopt_disk(rates)
+            rates.adopt_disk(of_disk)
             self._replan()
 
 

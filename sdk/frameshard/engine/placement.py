@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from frameshard.engine import diskprobe
 from frameshard.engine.llama import KV_PAGE, Llama
 from frameshard.engine.observer import Observer
 from frameshard.engine.overhead import DriverOverhead
-from frameshard.engine.probe import Measurements
+from frameshard.engine.rates import Rates
 from frameshard.errors import BudgetBelowFloor, OutOfMemory
 from frameshard.native import CPU, EMULATED, ShardDevice, Stats
 from frameshard.plan import routing
@@ -50,27 +49,22 @@ _LEAST_CTX_USED = 512  # plans assume at least so many tokens of context
 class Placement:
     """Placements of a model's shards on a shard device. Make it before the weights are loaded into ``device``.
 
-    :param device_name: the device's name in the launch options.
+    :param rates: what plans are made with.
     :param model: the header of the model file.
     :param observer: what the driver counts for this process; ``None`` on the emulated device.
-    :param measure: measure at the load what the kept profile lacks. If false, the load plans from an estimate and
-        leaves that to :attr:`measurements`.
-    :param on_loading: called with the progress of the profile and of :meth:`settle`.
+    :param on_loading: called with the progress of :meth:`settle`.
     """
 
     def __init__(
         self,
         device: ShardDevice,
-        device_name: str,
+        rates: Rates,
         model: Model,
         config: EngineConfig,
-        n_threads: int,
         observer: Observer | None,
-        *,
-        measure: bool = True,
-        on_loading: OnLoading = lambda stage, done, total: None,
+        on_loading: OnLoading,
     ) -> None:
-        self.device = device
+        self.device, self.rates = device, rates
         self.overhead = DriverOverhead(device, observer)
         self.ladder = make_ladder(model)
         self.mode = config.mode
@@ -82,12 +76,7 @@ class Placement:
         """How often the routers choose each expert, as in :func:`routing.shares`; :meth:`learn` updates it."""
         self.unfilled = False
         """Part of the KV cache was freed, so :meth:`fill` can make more weights resident."""
-        self._device_name, self._model, self._config, self._n_threads = device_name, model, config, n_threads
-        self.measurements: Measurements | None = None
-        """The measurements that the profile in use lacks; ``None`` if it is measured."""
-        self._measure, self._on_loading = measure, on_loading
-        self._profile: Profile | None = None
-        self._knows_disk = False  # it was measured, or cannot be
+        self._model, self._config, self._on_loading = model, config, on_loading
         self._plan: Plan | None = None
         self._plans: dict[object, tuple[Profile, Plan]] = {}  # by all else that they depend on, the latest last
         self._lengths: Sequence[int] = ()
@@ -95,46 +84,6 @@ class Placement:
         self._cut = False
         self._kv_planned = self._ring_planned = 0
         device.set_shards([[tensor.name for tensor in shard.tensors] for shard in self.ladder])
-
-    @property
-    def profile(self) -> Profile:
-        """[any thread] The machine's profile; loaded, measured or estimated at the first use."""
-        if self._profile is None:
-            self._on_loading("profile", 0, 1)
-            measurements = Measurements(
-                self.device,
-                self._model,
-                device_name=self._device_name,
-                n_threads=self._n_threads,
-                kv_type=self._config.kv_type,
-            )
-            if self._measure or measurements.complete:
-                self._profile = measurements.run()
-                logger.info("plans are made from the measured profile of this machine")
-            else:
-                self._profile = measurements.estimate()
-                self.measurements = measurements
-                logger.info("plans are made from an estimate of this machine, until an idle moment to measure it")
-            self._on_loading("profile", 1, 1)
-        return self._profile
-
-    def adopt_profile(self, profile: Profile) -> None:
-        """Uses a measured profile. The next :meth:`replan` plans with it."""
-        self._profile, self.measurements = replace(profile, disk=self.profile.disk), None
-
-    @property
-    def lacks_disk(self) -> bool:
-        """[any thread] Whether plans need rates of the disk that were not measured yet. Until then they take all
-        weights to be in host memory."""
-        return not (self._knows_disk or self.profile.disk) and self.device.stats().host_budget_bytes > 0
-
-    def measure_disk(self) -> dict[str, list[float]]:
-        """[any thread] Measures the model's disk; takes about a second."""
-        return diskprobe.measure_model(self._model.path, self._device_name)
-
-    def adopt_disk(self, rates: dict[str, list[float]]) -> None:
-        """Uses measured rates of the disk; empty if it cannot be measured. The next :meth:`replan` plans with them."""
-        self._knows_disk, self._profile = True, replace(self.profile, disk=rates)
 
     @property
     def plan(self) -> Plan:
@@ -156,7 +105,7 @@ class Placement:
         """
         config = self._config
         try:
-            profile = self.profile
+            profile = self.rates.profile
             self.overhead.measure()
             # The driver loads some of its libraries with the first graph, so the measured overhead may still be small.
             least = 0 if self.device.inner == EMULATED else DRIVER_BYTES
@@ -195,7 +144,7 @@ class Placement:
         self._lengths, self._expected = lengths, [0] * len(lengths)
         self.overhead.measure()
         try:
-            _ = self.profile
+            _ = self.rates.profile
         except OutOfMemory:
             self._commit()  # without room for the probe the budget is below the floor: this raises with the floor
             raise
@@ -288,7 +237,7 @@ class Placement:
             kv_type=kv_type,
         )
         host_bytes = self._host_bytes(stats, layout)
-        profile = self.profile
+        profile = self.rates.profile
         given: dict[str, Any] = {
             "budget_bytes": vram_budget_bytes,
             "fixed_bytes": fixed,
@@ -311,7 +260,7 @@ class Placement:
 
     def _host_bytes(self, stats: Stats, layout: Layout) -> int:
         """Host memory for weights, for a plan; 0 for no limit, and while the disk's rates are not known."""
-        if not stats.host_budget_bytes or not self.profile.disk:
+        if not stats.host_budget_bytes or not self.rates.profile.disk:
             return 0
         beside = stats.host_used_bytes - stats.host_weights_bytes
         return max(stats.host_budget_bytes - beside, host_floor(layout, self.device.inner))
@@ -326,10 +275,14 @@ class Placement:
         }
         sizes = {"resident_bytes": 0, "streamed_bytes": 0, "cpu_bytes": 0}
         with contextlib.suppress(BudgetBelowFloor):
-            plan = self.plan_for(vram_budget_bytes, min(n_prompt, self._n_ctx_seq), 1)
+            plan = self.corrected(self.plan_for(vram_budget_bytes, min(n_prompt, self._n_ctx_seq), 1))
             row.update(fits=True, ttft_s=plan.predicted_ttft(n_prompt), tokens_per_second=plan.predicted_decode_tps())
             sizes = {name: getattr(plan.tiers[0], name) for name in sizes}
         return {**row, **sizes}
+
+    def corrected(self, plan: Plan) -> Plan:
+        """[any thread] The plan with predictions that count in what serving has shown."""
+        return replace(plan, corrections=self.rates.corrections)
 
     def by_kind(self) -> dict[str, str]:
         """[any thread] The placement of each shard while decoding: for each kind a string with one letter per layer,

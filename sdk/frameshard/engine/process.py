@@ -216,7 +216,7 @@ class Engine:
         if placement is None:
             self._filling = False
         elif self._filling or placement.unfilled:
-            self._filling = placement.fill(int(placement.profile.h2d * FILL_S)) > 0
+            self._filling = placement.fill(int(placement.rates.profile.h2d * FILL_S)) > 0
             self._sparing = True
         elif self._sparing and not self._batcher.busy:
             self._sparing = placement.device.add_spare() > 0
@@ -225,9 +225,11 @@ class Engine:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
             self._replan.set()
         prefilling = batcher.prefilling
+        runtime.decoded = None
         started = time.monotonic()
         events = batcher.step()
         ended = time.monotonic()
+        self._observe(runtime, ended - started, prefilling=prefilling)
         self._fill_until = ended + FILL_STEPS * (ended - started)
         self._n_decodes += 1
         if self._n_decodes % LEARN_EVERY == 0 and runtime.placement is not None and runtime.placement.learn():
@@ -239,6 +241,15 @@ class Engine:
         encoded = any(isinstance(event, em.Progress) and event.phase == "encode" for event in events)
         self._filling = self._filling or encoded or (prefilling and not batcher.prefilling)
         self._pace.produced(sum(isinstance(event, em.Token) for event in events))
+
+    def _observe(self, runtime: Runtime, seconds: float, *, prefilling: bool) -> None:
+        """Compares the time of a graph with its prediction, unless the host draws frames or weights are still to be
+        copied. A prompt evicts weights, so these copies do not matter to it."""
+        placement, graph = runtime.placement, runtime.decoded
+        if placement is None or graph is None or placement.gpu_busy_s or (self._filling and not prefilling):
+            return
+        assert self._batcher is not None
+        placement.rates.observe(placement.plan, graph, seconds, at_rest=not self._batcher.busy)
 
     def _load(self, config: em.EngineConfig) -> None:
         if self._runtime is not None:
@@ -257,7 +268,8 @@ class Engine:
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
-        disk = IdleDisk(runtime.placement, self._commands.put, self._want_plan)
+        rates = None if runtime.placement is None else runtime.placement.rates
+        disk = IdleDisk(rates, self._commands.put, self._want_plan)
         self._idle = Idle(IdleProfile(runtime, self._want_plan), disk, self._batcher.reuse.copy_ahead)
         _ = runtime.tokenizer.chat  # starts the process that renders prompts, which the floor counts
         host = HostMemory(runtime, self._batcher.store)

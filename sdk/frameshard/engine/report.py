@@ -21,7 +21,7 @@ def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
 
     :param load_s: seconds that loading took.
     """
-    model = runtime.model_info
+    model, placement = runtime.model_info, runtime.placement
     device = runtime.device.stats() if runtime.device is not None else None
     return em.Ready(
         model=m.ModelInfo(
@@ -35,7 +35,7 @@ def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
             chat=runtime.tokenizer.chat is not None,
             floor_bytes=device.floor_bytes if device else 0,
             full_bytes=device.full_bytes if device else 0,
-            plan=runtime.placement.plan.summary() if runtime.placement is not None else {},
+            plan={} if placement is None else placement.corrected(placement.plan).summary(),
             vision=vision.name if vision is not None else "",
             fingerprint=model.fingerprint,
             template_fingerprint=_template_fingerprint(model.chat_template),
@@ -71,7 +71,7 @@ def statistics(runtime: Runtime, batcher: Batcher, host: HostMemory, *, has_fram
         stats.update(counters)
         stats["budget_bytes"] = runtime.vram_budget_bytes
         stats["placement"] = runtime.placement.by_kind()
-        stats["profile"] = "measured" if runtime.placement.measurements is None else "estimated"
+        stats["profile"] = "measured" if runtime.placement.rates.measurements is None else "estimated"
         if has_frame_block:
             stats["pacing"] = dataclasses.asdict(runtime.device.pacing())
     if runtime.observer is not None:

@@ -33,6 +33,7 @@ from frameshard.engine.forms import Forms
 from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows
 from frameshard.engine.observer import Observer, find_observer
 from frameshard.engine.placement import OnLoading, Placement
+from frameshard.engine.rates import Rates
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, Overloaded
 from frameshard.ggml import device_handle
@@ -40,6 +41,7 @@ from frameshard.native import EMULATED, ShardDevice, parse_device
 from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
 from frameshard.plan.memory import check_kv_type, estimate_floor, logits_rows
 from frameshard.plan.model import Model, read_model
+from frameshard.plan.plans import GraphSize
 from frameshard.plan.ubatch import LEAST_UBATCH, PLAIN_UBATCH
 from frameshard.plan.workload import Workload
 from frameshard.wire.engine import EngineConfig
@@ -155,6 +157,8 @@ class Runtime:
         llama.make_context(config, self.n_threads, config.n_outputs_max or rows, counter)
         self.n_ctx_seq, self.n_ubatch, self.n_outputs_max = llama.n_ctx_seq, llama.n_ubatch, llama.n_outputs_max
         self._lengths = [0] * config.n_parallel
+        self.decoded: GraphSize | None = None
+        """The size of the last decode."""
         if self.placement is not None:
             self.placement.start(llama, self._lengths)
         self._warm_up()
@@ -193,16 +197,16 @@ class Runtime:
             self.observer = find_observer()
         config = self.config
         self.device = ShardDevice(device, vram_budget_bytes=config.vram_budget_bytes, n_threads=self.n_threads)
-        self.placement = Placement(
+        rates = Rates(
             self.device,
             device,
             self.model_info,
             config,
             self.n_threads,
-            self.observer,
             measure=measure,
-            on_loading=self._on_loading,
+            on_loading=lambda done: self._on_loading("profile", done, 1),
         )
+        self.placement = Placement(self.device, rates, self.model_info, config, self.observer, self._on_loading)
         # A limit that has no room for the file, whatever the processes will take: the load reads only what it needs.
         room_bytes = config.host_budget_bytes - hostcount.process_bytes(os.getpid())
         if config.host_budget_bytes and room_bytes < self.model_info.file_bytes:
@@ -464,6 +468,7 @@ class Runtime:
             raise
         for rows in batch:
             self._lengths[rows.seq] += len(rows.tokens)
+        self.decoded = GraphSize(sum(len(rows.tokens) for rows in batch), max(starts), len(batch))
         if self.placement is not None:
             self.placement.after_decode()
         return outputs

@@ -116,7 +116,7 @@ class Costs:
         self.beside_s = max(ring - layout.min_ring_bytes, 0) / profile.h2d
         self.ahead_s = max(self.beside_s, layout.min_ring_bytes / profile.h2d)
 
-    def bound(self, graphs: list[tuple[int, int, int]], *, may_use_cpu: bool) -> float:
+    def bound(self, graphs: Sequence[tuple[int, int, int]], *, may_use_cpu: bool) -> float:
         """A lower bound of the time of several graphs with this resident set. Each graph copies its weights again.
         Experts that no token uses are not counted.
 

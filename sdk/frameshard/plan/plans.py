@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from frameshard.errors import below_floor
 from frameshard.native import CPU, STREAMED
+from frameshard.plan.corrections import NONE, Corrections, Work
 from frameshard.plan.costs import Conditions, Costs, Graph
 from frameshard.plan.host import host_share
 from frameshard.plan.layout import Layout, lay_out
@@ -54,6 +55,24 @@ _CPU_ORDERS = (
 # frame. On an H100 it was 4.4 ms with 12 ms of drawing in each frame.
 _BUSY_TURN = 1 / 3
 _NO_CONTEXT = Context()
+
+
+class GraphSize(NamedTuple):
+    """The size of one graph.
+
+    :param n_tokens: its tokens.
+    :param n_before: the most tokens of a sequence before them.
+    :param n_seq: its sequences.
+    """
+
+    n_tokens: int
+    n_before: int
+    n_seq: int
+
+    @property
+    def n_context(self) -> int:
+        """The tokens of a sequence after it."""
+        return self.n_before + self.n_tokens // self.n_seq
 
 
 @dataclass(frozen=True)
@@ -95,6 +114,7 @@ class Plan:
     :param expert_stream_share: from 0 to 1. It concerns the experts that a token needs and that are neither resident
         nor cached: this share of them is copied, and the CPU computes the others in about the same time.
     :param disk_bytes: weights that a decode of one token reads from disk, on average.
+    :param corrections: what serving has shown; the methods named ``predicted_`` count it in.
     """
 
     budget_bytes: int
@@ -110,12 +130,13 @@ class Plan:
     n_ubatch: int
     _costs: Costs = field(repr=False, compare=False)
     _prompt_costs: Costs = field(repr=False, compare=False)
+    corrections: Corrections = field(default=NONE, repr=False, compare=False)
 
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Predicted seconds to prefill ``n_parallel`` prompts of ``n_tokens`` tokens each, from an empty context.
         Several prompts share a graph if they fit."""
-        costs = self._prompt_costs
-        return costs.first_s + sum(self._graph_seconds(costs, *graph) for graph in self._graphs(n_tokens, n_parallel))
+        graphs = self._graphs(n_tokens, n_parallel)
+        return sum(self._predicted_s("prompt", graph, is_first=i == 0) for i, graph in enumerate(graphs))
 
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
@@ -125,8 +146,8 @@ class Plan:
         """Predicted seconds of a graph with ``n_each`` tokens of each of ``n_parallel`` sequences, and the logits of
         all tokens."""
         n_tokens = n_parallel * n_each
-        n_ctx_used = self._costs.conditions.n_ctx_used
-        return self._graph_seconds(self._costs, n_tokens, n_ctx_used, n_parallel, n_tokens)
+        graph = GraphSize(n_tokens, self._costs.conditions.n_ctx_used, n_parallel)
+        return self._predicted_s("decode", graph, is_first=False)
 
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
         """Predicted tokens per second of ``n_parallel`` sequences together, with one token of each in a graph."""
@@ -192,20 +213,28 @@ class Plan:
         n_bytes = max(host_kv, 0.0) + float(self._costs.shards.n_bytes @ np.maximum(share, 0.0))
         return n_bytes / self._costs.profile.h2d
 
-    def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[tuple[int, int, int]]:
-        """The graphs that prefill the prompts: for each its tokens, the tokens of a sequence before them, and its
-        sequences."""
+    def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[GraphSize]:
+        """The graphs that prefill the prompts."""
         if n_tokens > self.n_ubatch:
-            one = [(min(self.n_ubatch, n_tokens - done), done, 1) for done in range(0, n_tokens, self.n_ubatch)]
-            return one * n_parallel
+            starts = range(0, n_tokens, self.n_ubatch)
+            return [GraphSize(min(self.n_ubatch, n_tokens - done), done, 1) for done in starts] * n_parallel
         together = min(self.n_ubatch // n_tokens, n_parallel)
         groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
-        return [(n * n_tokens, 0, n) for n in groups]
+        return [GraphSize(n * n_tokens, 0, n) for n in groups]
 
-    def _graph_seconds(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int, n_rows: int = 0) -> float:
-        tier = next(tier for tier in reversed(self.tiers) if n_tokens >= tier.min_tokens)
+    def uncorrected_s(self, work: Work, graph: GraphSize, *, is_first: bool) -> float:
+        """Predicted seconds of one graph, from the profile alone.
+
+        :param is_first: llama.cpp builds this graph anew.
+        """
+        costs = self._prompt_costs if work == "prompt" else self._costs
+        tier = next(tier for tier in reversed(self.tiers) if graph.n_tokens >= tier.min_tokens)
         on_cpu = np.array(tier.placements, dtype=np.int8) == CPU
-        return costs.at(n_tokens, n_before, n_seq, n_rows).seconds(on_cpu)
+        n_rows = graph.n_tokens if work == "decode" else graph.n_seq
+        return costs.at(*graph, n_rows).seconds(on_cpu) + is_first * costs.first_s
+
+    def _predicted_s(self, work: Work, graph: GraphSize, *, is_first: bool) -> float:
+        return self.uncorrected_s(work, graph, is_first=is_first) * self.corrections.factor(work, graph.n_context)
 
 
 def make_plan(

@@ -1,0 +1,73 @@
+"""Predictions that follow what serving shows, in real engine processes on the emulated device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_driver import EngineProcess, engine
+
+from frameshard.engine import probe
+
+DEVICE = "emulated:1"
+FIELDS: dict[str, object] = {"device": DEVICE, "mode": "planned", "speculate": "off", "n_ctx": 1024, "n_parallel": 1}
+BUDGET = 40 << 20
+N_PROMPT = 400
+TOO_FAST = 6
+
+
+def faster(profile: dict[str, Any]) -> dict[str, Any]:
+    """The profile of a machine that is faster in everything."""
+    of_matrices = ("cpu_flops", "gpu_flops", "kv_bytes", "flops")
+    for each in (*profile["products"].values(), *profile["attention"].values()):
+        each |= {name: [rate * TOO_FAST for rate in each[name]] for name in of_matrices if name in each}
+    profile["copies"]["h2d"] = [rate * TOO_FAST for rate in profile["copies"]["h2d"]]
+    rates = ("h2d", "d2h", "dram", "cpu_gemv", "gpu_gemv", "cpu_flops", "gpu_flops")
+    return {**profile, **{name: profile[name] * TOO_FAST for name in rates}, "handoff_s": 0.0}
+
+
+def predicted(child: EngineProcess) -> tuple[float, float]:
+    """The seconds of a prompt and of a token."""
+    child.send(op="plan", seq=1, budgets=[BUDGET], prompt_tokens=N_PROMPT)
+    (row,) = child.wait_for("plan")["rows"]
+    return row["ttft_s"], 1 / row["tokens_per_second"]
+
+
+def measured(child: EngineProcess) -> tuple[float, float]:
+    """The same, of a job with as long a prompt."""
+    (done,) = (each for each in child.run("castle " * N_PROMPT, params={"max_tokens": 96}) if each["ev"] == "done")
+    assert abs(done["n_prompt"] - N_PROMPT) < 40
+    return done["prefill_s"], done["decode_s"] / (done["n_generated"] - 1)
+
+
+def frameshard(command: str, model: Path, *options: str) -> str:
+    given = ["--model", str(model), "--device", DEVICE, "--threads", "1", *options]
+    run = subprocess.run(
+        [sys.executable, "-m", "frameshard", command, *given], capture_output=True, text=True, timeout=300, check=True
+    )
+    return " ".join(run.stdout.split())
+
+
+def test_predictions_follow_what_serving_shows(
+    shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept profile says that the machine is much faster than it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    frameshard("profile", shallow_model, "--seconds", "2")
+    kept = probe.cached_path(probe.fingerprint(DEVICE, 1))
+    kept.write_text(json.dumps(faster(json.loads(kept.read_text()))))
+    with engine(shallow_model, vram_budget_bytes=BUDGET, **FIELDS) as child:
+        before = predicted(child)
+        took = [measured(child) for _ in range(3)]
+        after = predicted(child)
+    for work in (0, 1):
+        shortest, longest = (each(one[work] for one in took) for each in (min, max))
+        assert before[work] < shortest / 2
+        assert shortest / 1.5 < after[work] < longest * 1.5
+    with engine(shallow_model, vram_budget_bytes=BUDGET, **FIELDS) as child:
+        assert predicted(child) == pytest.approx(after, rel=0.05)  # they are kept
+    assert "corrected by what this model took here" in frameshard("plan", shallow_model, "--vram-budget", "40")
