@@ -96,11 +96,11 @@ def test_a_device_name_with_rates() -> None:
 
 STREAM = """
 import functools, json, sys
-from frameshard.engine import placement as placing, probe
+from frameshard.engine import probe, rates
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 probe._MEMORY_KIND = ("F16", 2048, 2048)  # a smaller one, to be quick
-placing.Measurements = functools.partial(placing.Measurements, seconds=0.5)
+rates.Measurements = functools.partial(rates.Measurements, seconds=0.5)
 config = EngineConfig(model=sys.argv[1], device="emulated:1", n_ctx=256, n_parallel=1, n_threads=1)
 with Runtime.load(config, budgets=[1 << 40]) as runtime:
     device, placement = runtime.device, runtime.placement
