@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import trio
@@ -363,3 +364,16 @@ def test_pressure_shrinks_until_enough_is_free() -> None:
     connection = ServerConnection(2, epoch=EPOCH, held_bytes=0, now=0.0)
     made.set(connection, m.BudgetSet(1, EPOCH, 128 * MIB), 7.0)
     assert obey(made, 128) == [128]
+
+
+def test_a_host_budget_in_force_is_not_refused_when_the_floor_has_grown() -> None:
+    made = Lease(64 * MIB, EPOCH, host_budget_bytes=48 * MIB)
+    made.engine_ready(16 * MIB, 256 * MIB, 0, 0.0)
+    made.engine_event(em.Watch(0, 16 * MIB, 256 * MIB, None, None, (), 0, host_floor_bytes=49 * MIB), 0.0)
+    connection = ServerConnection(1, epoch=EPOCH, held_bytes=0, now=0.0)
+    asked = m.BudgetSet(1, EPOCH, 64 * MIB, state="parked")
+    with pytest.raises(errors.BudgetBelowFloor, match="set host_budget_mb to 49 or more"):
+        made.set(connection, replace(asked, host_budget_bytes=47 * MIB), 0.0)
+    for number, host_budget_bytes in ((2, None), (3, 48 * MIB)):
+        made.set(connection, replace(asked, id=number, host_budget_bytes=host_budget_bytes), 0.0)
+    assert [command.host_budget_bytes for command in made.commands] == [48 * MIB] * 2

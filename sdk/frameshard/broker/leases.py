@@ -214,7 +214,8 @@ class Lease:
         if unchecked and 0 < request.vram_budget_bytes < self.floor_bytes:
             raise below_floor(request.vram_budget_bytes, self.floor_bytes)
         host_budget_bytes = self._host_wanted() if request.host_budget_bytes is None else request.host_budget_bytes
-        if unchecked and 0 < host_budget_bytes < self.host.floor_bytes:
+        # The processes may have grown since the host budget came into force, and the floor with them.
+        if unchecked and host_budget_bytes != self.host.budget_bytes and 0 < host_budget_bytes < self.host.floor_bytes:
             raise below_host_floor(host_budget_bytes, self.host.floor_bytes)
         self._newest[connection] = request.id
         self._numbers += 1
