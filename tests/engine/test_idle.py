@@ -53,9 +53,11 @@ def test_a_launch_plans_from_an_estimate_and_measures_when_idle(
         assert text(child.run(CASTLE)) == answer
     assert profile.load(kept).attention
     before = kept.stat().st_mtime_ns
+    for corrections in kept.parent.glob("corrections-*"):
+        corrections.unlink()  # the last job taught how fast the machine is: test_practice.py
     with engine(model_path, vram_budget_bytes=BUDGET, **FIELDS) as child:
         assert child.stats()["profile"] == "measured"
-        assert [each["resident_bytes"] for each in predicted(child)] == [each["resident_bytes"] for each in measured]
+        assert predicted(child) == measured  # plans of a launch with the kept profile are the same
     assert kept.stat().st_mtime_ns == before
 
 

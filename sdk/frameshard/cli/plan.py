@@ -147,24 +147,21 @@ class _Forecast:
         self.fixed += vram_bytes(files, self.n_ubatch)
         prompt_bytes = memory.estimate_prompt(model, self.device, workload)
         self.context = memory.estimate_context(model, self.device, workload)
-        self._make_plan = partial(
+        self._corrections = corrections.NONE if args.profile else corrections.load(model, profile, "planned")
+        self._plan = partial(
             plans.make_plan,
             model,
             profile,
             fixed_bytes=self.fixed,
+            host_budget_bytes=args.host_budget,
             prompt_bytes=prompt_bytes,
             context=self.context,
             n_ctx_used=self.n_used,
             n_ubatch=self.n_ubatch,
             routing=shares,
+            corrections=self._corrections,
         )
-        self._corrections = corrections.NONE if args.profile else corrections.load(model, profile, "planned")
         self.full = self._plan(budget_bytes=0)
-
-    def _plan(self, budget_bytes: int, host_budget_bytes: int = 0) -> Plan:
-        host_bytes = host_budget_bytes or self.host_budget
-        plan = self._make_plan(budget_bytes=budget_bytes, host_budget_bytes=host_bytes)
-        return replace(plan, corrections=self._corrections)
 
     def at(self, budget_bytes: int) -> Plan | None:
         """The plan at a budget (0 for no limit); ``None`` below the floor."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -26,8 +24,8 @@ import pynvml
 
 from frameshard import cpu
 from frameshard.errors import BadArgument
-from frameshard.models import cache_dir
 from frameshard.native import EMULATED, HostPath, MachineRates, ShardDevice, parse_device
+from frameshard.plan import kept
 from frameshard.plan.header import GGML_NUMBERS
 from frameshard.plan.model import Model
 from frameshard.plan.profile import (
@@ -77,8 +75,7 @@ def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
 
 def cached_path(key: Mapping[str, str | int | float]) -> Path:
     """The path of the kept profile with the fingerprint ``key``."""
-    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir() / "profiles" / f"{digest}.json"
+    return kept.path_of(dict(key))
 
 
 class Measurements:

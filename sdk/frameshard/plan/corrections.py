@@ -10,21 +10,16 @@ of work.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from frameshard.models import cache_dir
+from frameshard.plan import kept
 from frameshard.plan.model import Model
 from frameshard.plan.profile import Profile
-
-logger = logging.getLogger(__name__)
 
 Work = Literal["prompt", "decode"]
 
@@ -98,10 +93,10 @@ NONE = Corrections()
 def load(model: Model, profile: Profile, mode: str) -> Corrections:
     """The kept corrections of a model in one mode of the engine; none if they belong to other rates."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        kept = json.loads(_path(model, profile, mode).read_text("utf-8"))
+        found = json.loads(_path(model, profile, mode).read_text("utf-8"))
         seen = {
             Kind(_work(each["work"]), int(each["doubled"])): Seen(float(each["log_ratio"]), int(each["n"]))
-            for each in kept
+            for each in found
         }
         if all(abs(each.log_ratio) <= math.log(_MOST) and each.n > 0 for each in seen.values()):
             return Corrections(seen)
@@ -110,15 +105,8 @@ def load(model: Model, profile: Profile, mode: str) -> Corrections:
 
 def save(corrections: Corrections, model: Model, profile: Profile, mode: str) -> None:
     """Keeps corrections for the next run. Without write access to the cache it does nothing."""
-    target = _path(model, profile, mode)
-    part = target.with_name(f".{target.name}.{os.getpid()}")
     kinds = [{**vars(kind), **vars(seen)} for kind, seen in corrections.seen.items()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(kinds), "utf-8")
-        os.replace(part, target)
-    except OSError as error:  # the cache is read-only: the next run starts without them
-        logger.warning("the corrections of predicted times are not kept: %s", error)
+    kept.try_write(_path(model, profile, mode), kinds, "the corrections of predicted times are")
 
 
 def _doubled(n_context: int) -> float:
@@ -135,5 +123,4 @@ def _path(model: Model, profile: Profile, mode: str) -> Path:
     """A profile that is measured again has other rates, and so another path."""
     file = [model.path.name, model.file_bytes, model.arch, model.n_layer]
     rates = [profile.h2d, profile.dram, profile.cpu_gemv, profile.gpu_gemv, profile.cpu_flops, profile.gpu_flops]
-    key = json.dumps([file, dict(profile.fingerprint), rates, mode], sort_keys=True)
-    return cache_dir() / "profiles" / f"corrections-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return kept.path_of([file, dict(profile.fingerprint), rates, mode], "corrections-")

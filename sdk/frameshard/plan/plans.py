@@ -252,6 +252,7 @@ def make_plan(
     gpu_busy_s: float = 0.0,
     routing: Sequence[float] = (),
     layout: Layout | None = None,
+    corrections: Corrections = NONE,
 ) -> Plan:
     """Makes the plan for a budget.
 
@@ -269,6 +270,7 @@ def make_plan(
     :param routing: the share of a layer's choices that each expert gets, descending, with sum 1. Empty: all experts the
         same.
     :param layout: the layout, if it is not the default one of the profile's device.
+    :param corrections: what serving has shown.
     :raises BudgetBelowFloor: a budget is below its floor.
     :raises BadArgument: weights come from disk, and the profile lacks its rates.
     """
@@ -311,6 +313,7 @@ def make_plan(
         n_ubatch=n_ubatch,
         _costs=costs,
         _prompt_costs=prompt_costs,
+        corrections=corrections,
     )
 
 

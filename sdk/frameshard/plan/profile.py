@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frameshard.errors import BadArgument
+from frameshard.plan import kept
 from frameshard.plan.header import GGML_TYPES, Tensor
 from frameshard.plan.model import Model, Shard
 
@@ -418,8 +419,4 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 
     :raises OSError: the file cannot be written.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    part.write_text(profile.to_json(), "utf-8")
-    os.replace(part, target)
+    kept.write(Path(path), profile.to_json())

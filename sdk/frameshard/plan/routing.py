@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from frameshard.models import cache_dir
+from frameshard.plan import kept
 from frameshard.plan.model import Model
-
-logger = logging.getLogger(__name__)
 
 _ENOUGH = 16  # a layer's counts are used only if each expert was chosen so many times on average
 
@@ -49,10 +44,10 @@ def differ(one: Sequence[float], other: Sequence[float]) -> float:
 def load(model: Model) -> dict[str, list[int]]:
     """The kept counts of a model, by the name of the shard; empty if there are none that fit the model."""
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-        kept = json.loads(_path(model).read_text("utf-8"))
+        found = json.loads(_path(model).read_text("utf-8"))
         return {
             str(name): [min(max(int(n), 0), 1 << 16) for n in counts]
-            for name, counts in kept.items()
+            for name, counts in found.items()
             if len(counts) == model.n_expert
         }
     return {}
@@ -65,16 +60,9 @@ def recall(model: Model) -> tuple[float, ...]:
 
 def save(model: Model, uses: Mapping[str, Sequence[int]]) -> None:
     """Keeps counts for the next run. Without write access to the cache it does nothing."""
-    target = _path(model)
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(dict(uses)), "utf-8")
-        os.replace(part, target)
-    except OSError as error:  # the cache is read-only: the next run starts without counts
-        logger.warning("what experts are chosen is not kept: %s", error)
+    kept.try_write(_path(model), dict(uses), "what experts are chosen is")
 
 
 def _path(model: Model) -> Path:
     key = [model.path.name, model.file_bytes, model.arch, model.n_layer, model.n_expert, model.n_expert_used]
-    return cache_dir() / "profiles" / f"routing-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
+    return kept.path_of(key, "routing-")
