@@ -229,7 +229,9 @@ class Engine:
         started = time.monotonic()
         events = batcher.step()
         ended = time.monotonic()
-        self._observe(runtime, ended - started, prefilling=prefilling, at_rest=not batcher.busy)
+        self._observe(runtime, ended - started, prefilling=prefilling)
+        if runtime.placement is not None and not batcher.busy:
+            runtime.placement.rates.keep()
         self._fill_until = ended + FILL_STEPS * (ended - started)
         self._n_decodes += 1
         if self._n_decodes % LEARN_EVERY == 0 and runtime.placement is not None and runtime.placement.learn():
@@ -242,13 +244,13 @@ class Engine:
         self._filling = self._filling or encoded or (prefilling and not batcher.prefilling)
         self._pace.produced(sum(isinstance(event, em.Token) for event in events))
 
-    def _observe(self, runtime: Runtime, seconds: float, *, prefilling: bool, at_rest: bool) -> None:
+    def _observe(self, runtime: Runtime, seconds: float, *, prefilling: bool) -> None:
         """Compares the time of a graph with its prediction, unless the host draws frames or weights are still to be
         copied. A prompt evicts weights, so these copies do not matter to it."""
         placement, graph = runtime.placement, runtime.decoded
         if placement is None or graph is None or placement.gpu_busy_s or (self._filling and not prefilling):
             return
-        placement.rates.observe(placement.plan, graph, seconds, at_rest=at_rest)
+        placement.rates.observe(placement.plan, graph, seconds)
 
     def _load(self, config: em.EngineConfig) -> None:
         if self._runtime is not None:

@@ -95,13 +95,12 @@ class Rates:
         """[any thread] What serving has shown."""
         return NONE if self._practice is None else self._practice.corrections
 
-    def observe(self, plan: Plan, graph: GraphSize, seconds: float, *, at_rest: bool) -> None:
-        """Compares the time of a graph with its prediction, and keeps what that teaches.
-
-        :param plan: the plan in force.
-        :param at_rest: no job waits for the next graph.
-        """
+    def observe(self, plan: Plan, graph: GraphSize, seconds: float) -> None:
+        """Compares the time of a graph with its prediction by the plan in force."""
         if self._practice is not None:
             self._practice.observe(plan, graph, seconds)
-            if at_rest:
-                self._practice.keep()
+
+    def keep(self) -> None:
+        """Keeps for the next launch what serving has shown. It writes a file: call it when no job waits."""
+        if self._practice is not None:
+            self._practice.keep()
