@@ -438,8 +438,8 @@ ggml_status Executor::run_cpu(Segment &s) {
     const double start = Trace::now();
     copy_beside(s);
     ggml_cgraph view = *graph;
-    view.nodes += s.node0;
-    view.n_nodes = s.node1 - s.node0;
+    view.nodes = s.nodes.data();
+    view.n_nodes = (int)s.nodes.size();
     view.n_leafs = 0;
     view.leafs = nullptr;
     view.uid = 0;

@@ -557,6 +557,9 @@ void Compiler::finish_cpu(Segment &seg) {
             seg.out.push_back({b, (size_t)((char *)n->data - b->base), ggml_nbytes(n)});
         }
     }
+    for (int i = seg.node0; i < seg.node1; i++) {
+        seg.nodes.push_back(p.twins.of(g->nodes[i]));
+    }
 }
 
 // Splits neighbouring steps whose shards the plan computes on the CPU. Products with the shards' weights run on the CPU, and
@@ -882,7 +885,7 @@ ProgramKey program_key(const Device &d, const ggml_cgraph *graph, int first_node
 
 std::unique_ptr<Program> compile_graph(const Device &d, GraphKeys &keys, const ggml_cgraph *graph,
                                        const ProgramKey &key, std::string &why) {
-    auto program = std::make_unique<Program>(key);
+    auto program = std::make_unique<Program>(key, d.cpu);
     Compiler compiler(d, keys, graph, *program);
     return compiler.compile(why) ? std::move(program) : nullptr;
 }

@@ -46,12 +46,14 @@ struct Products {
     ggml_context *ctx = nullptr;
     ggml_cgraph *graph = nullptr;
     InnerBuffer memory;
+    TwinColumns twins; // as the CPU computes such products in a graph of a model
     size_t weight_bytes = 0;
     double flops = 0;
     int count = 0;
 
     // On the inner device, counted in its ledger, or on the CPU if `device` is null.
-    Products(Device *device, ggml_type type, int64_t rows, int64_t cols, int64_t n, size_t total) : ledger(device) {
+    Products(Device *device, ggml_type type, int64_t rows, int64_t cols, int64_t n, size_t total)
+        : ledger(device), twins(fsd::device().cpu) {
         const size_t each = ggml_row_size(type, cols) * (size_t)rows;
         count = (int)std::min<size_t>(std::max<size_t>(total / each, 1), 4096);
         weight_bytes = each * count;
@@ -80,6 +82,9 @@ struct Products {
         ggml_tallocr place = ggml_tallocr_new(memory.get());
         for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             ggml_tallocr_alloc(&place, t);
+        }
+        for (int i = 0; i < graph->n_nodes && !ledger; i++) {
+            graph->nodes[i] = twins.of(graph->nodes[i]);
         }
         // Quantised from small random numbers, because zeros may compute faster than real data.
         const int64_t n_rows = std::min(rows, kRandomRows);

@@ -4,6 +4,7 @@
 #include "expert_cache.h"
 #include "inner.h"
 #include "plan.h"
+#include "twin_columns.h"
 
 #include <memory>
 #include <vector>
@@ -46,8 +47,7 @@ struct ExpertGroup {
     const ggml_tensor *weight(size_t product) const { return products[product]->src[0]; }
 };
 
-// A run of nodes on one device. GPU segments are a range of the program's shadow nodes, CPU segments a range of the
-// original graph's nodes.
+// A run of nodes on one device. GPU segments are a range of the program's shadow nodes.
 struct Segment {
     bool cpu = false;
     bool row_piece = false;              // the segment is one row piece of a matrix and nothing else
@@ -60,9 +60,10 @@ struct Segment {
     const ggml_tensor *chosen = nullptr; // the choice of experts, where the entry is a tensor of experts
     KvBlock *block = nullptr;            // KV block in host memory, copied to the window before and written back after
     uint64_t uid = 0;
-    uint64_t bytes = 0;         // of weights
-    std::vector<Span> in, out;  // CPU: activations to copy from the device before and to the device after
-    std::vector<HostRows> rows; // by `out`
+    uint64_t bytes = 0;               // of weights
+    std::vector<ggml_tensor *> nodes; // CPU: the original nodes, or what computes their results faster
+    std::vector<Span> in, out;        // CPU: activations to copy from the device before and to the device after
+    std::vector<HostRows> rows;       // by `out`
 };
 
 // What a program depends on beside the weights.
@@ -81,7 +82,7 @@ struct ProgramKey {
 };
 
 struct Program {
-    explicit Program(const ProgramKey &k) : key(k) {}
+    Program(const ProgramKey &k, ggml_backend_t cpu) : key(k), twins(cpu) {}
     Program(const Program &) = delete;
     Program &operator=(const Program &) = delete;
     ~Program() { ggml_free(ctx); }
@@ -94,6 +95,7 @@ struct Program {
     size_t entry_capacity = 0; // of the ring; the rest is the expert cache
     std::vector<ExpertGroup> groups;
     ExpertArena arena;
+    TwinColumns twins;             // of the CPU segments' products
     ggml_cgraph *shadow = nullptr; // owned by ctx
     ggml_context *ctx = nullptr;
 };
