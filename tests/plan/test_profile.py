@@ -94,6 +94,20 @@ def test_rates_are_those_of_the_nearest_weights() -> None:
     assert plain.seconds_per_weight(("F16", 8, 8), one, on_cpu=True) == pytest.approx([2 / 4e9, 2 * 16 / 6e9])
 
 
+def test_a_disturbed_measurement_of_a_large_matrix_does_not_count() -> None:
+    """The CPU does not read a large matrix more slowly than a small one. Small ones may be slower."""
+    (product,) = PROFILE.products.values()
+    one = np.array([1.0])
+    for large, small, expected in ((1e9, 2e9, (2e9, 2e9)), (2e9, 1e9, (2e9, 1e9))):
+        products = {
+            name: dataclasses.replace(product, cpu_flops=(rate, *product.cpu_flops[1:]))
+            for name, rate in (("Q4_0 4096x4096", large), ("Q4_0 512x512", small))
+        }
+        profile = dataclasses.replace(PROFILE, products=products)
+        found = [2 / profile.seconds_per_weight(("Q4_0", n, n), one, on_cpu=True)[0] for n in (4096, 512)]
+        assert found == pytest.approx(expected)
+
+
 def test_a_model_sees_the_rates_of_its_weights(model_path: Path) -> None:
     seen = PROFILE.seen_by(read_model(model_path))
     assert seen.cpu_gemv == pytest.approx(1e9 / 2 * 18 / 32)  # from Q4_0: 18 bytes for 32 weights

@@ -283,7 +283,18 @@ class Profile:
             return (0.0 if name == kind[0] else 1 + other_type), abs(np.log(rows * cols / (kind[1] * kind[2])))
 
         nearest = min(self.products, key=distance, default=None)
-        return ("", None) if nearest is None else (parse_kind(nearest)[0], self.products[nearest])
+        if nearest is None:
+            return "", None
+        name, rows, cols = parse_kind(nearest)
+        # With one column the CPU reads large matrices at least as fast as small ones. If a smaller one of the same type
+        # was faster, something else ran while this one was measured.
+        smaller = [
+            product.cpu_flops[0]
+            for (other, *shape), product in ((parse_kind(key), each) for key, each in self.products.items())
+            if other == name and shape[0] * shape[1] <= rows * cols
+        ]
+        product = self.products[nearest]
+        return name, dataclasses.replace(product, cpu_flops=(max(smaller), *product.cpu_flops[1:]))
 
     def to_dict(self) -> dict[str, object]:
         """A dictionary of plain values with ``schema_version``, for JSON."""
