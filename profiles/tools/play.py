@@ -7,6 +7,9 @@
   `frameshard profile`.
 - At each budget: the floor, and the time from the request to the only token of prompts of --prompt tokens that share
   nothing, beside what `frameshard bench` takes for such a prompt at the same budgets, with as many KV cells.
+- *Predictions*, if asked for: at each budget, what the plan predicts at the launch and after --practice jobs, beside
+  the median of --repeat jobs that follow. Predictions are corrected by what serving shows, so with an empty cache those
+  of the first launch are the profile's alone.
 - An *urgent* question, at the first budget, while as many background jobs run as there may be: they generate, or they
   read long prompts. One step is the time of one decode of the background, or of one of its prompt steps.
 - *Shrinks* from the last budget to the floor while a prompt of --long tokens is read. If NVML exists, the VRAM in use
@@ -70,6 +73,30 @@ class Game:
     async def ttft(self) -> list[float]:
         await self.first_token_s(await self.prompt(self.args.prompt))  # fills the ring, learns which experts are used
         return [await self.first_token_s(await self.prompt(self.args.prompt)) for _ in range(self.args.repeat)]
+
+    # ---- predictions -------------------------------------------------------------------------------------------------
+
+    async def predictions(self, budget_mb: float) -> dict[str, Any]:
+        """What is predicted for a prompt and its answer, before and after other jobs, and what is measured then."""
+        before = await self._predicted(budget_mb)
+        for _ in range(self.args.practice):
+            await self._job()
+        after = await self._predicted(budget_mb)
+        jobs = [await self._job() for _ in range(self.args.repeat)]
+        ttft_s, tokens_per_second = (statistics.median(figures) for figures in zip(*jobs, strict=True))
+        measured = {"ttft_s": ttft_s, "tokens_per_second": tokens_per_second}
+        return {"n_practice": self.args.practice, "before": before, "after": after, "measured": measured, "jobs": jobs}
+
+    async def _predicted(self, budget_mb: float) -> dict[str, float]:
+        (row,) = await self.client.plan([budget_mb], prompt_tokens=self.args.prompt)
+        return {"ttft_s": row.ttft_s, "tokens_per_second": row.tokens_per_second}
+
+    async def _job(self) -> tuple[float, float]:
+        """Seconds to the first token of a new prompt, and tokens per second after it."""
+        sampling = frameshard.Sampling(max_tokens=self.args.generate + 1, temperature=1.0, seed=1)
+        prompt = await self.prompt(self.args.prompt)
+        done = await self.client.complete(prompt, sampling=sampling).completed()
+        return done.prefill_s, (done.n_generated - 1) / done.decode_s
 
     # ---- urgent questions --------------------------------------------------------------------------------------------
 
@@ -294,6 +321,8 @@ async def report(args: argparse.Namespace) -> dict[str, Any]:
                     "bench_ttft_s": beside["rows"][i]["ttft_s"],
                     "times_s": times,
                 }
+            if "predictions" in parts:
+                row["predictions"] = await game.predictions(budget)
             if "urgent" in parts and i == 0:
                 row["urgent"] = await game.urgent()
             if "shrinks" in parts and last:
@@ -318,9 +347,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=common.positive, default=1024, metavar="N", help="tokens (1024)")
     parser.add_argument("--long", type=common.positive, default=8192, metavar="N", help="tokens (8192)")
     parser.add_argument("--repeat", type=common.positive, default=5, metavar="N", help="prompts, and questions (5)")
+    parser.add_argument("--generate", type=common.positive, default=32, metavar="N", help="predictions: tokens (32)")
+    parser.add_argument("--practice", type=common.positive, default=4, metavar="N", help="predictions: jobs (4)")
     parser.add_argument("--shrinks", type=common.positive, default=20, metavar="N", help="to the floor (20)")
     parser.add_argument("--idle", type=common.positive, default=60, metavar="S", help="seconds to measure (60)")
-    parser.add_argument("--parts", default="launches,ttft,urgent,shrinks", help="which of %(default)s")
+    parser.add_argument("--parts", default="launches,ttft,urgent,shrinks", help="%(default)s; predictions")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
