@@ -484,7 +484,8 @@ def play(results: list[Result]) -> list[str]:
     """What a game sees through the client."""
     rows = [(result, row) for result in results for row in result["rows"]]
     lines: list[str] = []
-    for title, columns, found in (_first_tokens(rows), _urgent(rows), _to_the_floor(rows), _launches(results)):
+    shown = (_first_tokens(rows), _predictions(rows), _urgent(rows), _to_the_floor(rows), _launches(results))
+    for title, columns, found in shown:
         if found:
             lines += [title, "", *table(columns, found)]
     return lines
@@ -504,6 +505,21 @@ def _first_tokens(rows: Sequence[tuple[Result, Result]]) -> Shown:
             values += [row["ttft_s"] / row["bench_ttft_s"], row["floor_mb"], row["nvml_samples_above_budget"]]
             found.append([number(value) for value in values])
     return "First tokens:", columns, found
+
+
+def _predictions(rows: Sequence[tuple[Result, Result]]) -> Shown:
+    columns = ["budget MiB", "prompt tokens", "jobs before", "TTFT s", "predicted s", "without these jobs s"]
+    columns += ["tokens/s", "predicted", "without these jobs"]
+    found = []
+    for result, row in rows:
+        if "predictions" not in row:
+            continue
+        shown = row["predictions"]
+        cells = [number(row["budget_mb"]), number(result["prompt"]), str(shown["n_practice"])]
+        for key in ("ttft_s", "tokens_per_second"):
+            cells += [number(shown[when][key]) for when in ("measured", "after", "before")]
+        found.append(cells)
+    return "Predictions that follow what serving has shown, from the first budget to the last:", columns, found
 
 
 def _urgent(rows: Sequence[tuple[Result, Result]]) -> Shown:
