@@ -564,7 +564,8 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     const Ledger::Figures f = d.ledger.figures();
     const auto used_by = [&](Use use) { return f.used_by[(int)use]; };
     stats->overhead_bytes = f.overhead;
-    stats->buffers_bytes = used_by(Use::buffers) + used_by(Use::kv) + used_by(Use::image);
+    stats->buffers_bytes = used_by(Use::graph) + used_by(Use::buffers) + used_by(Use::kv) + used_by(Use::image);
+    stats->graph_bytes = used_by(Use::graph);
     stats->kv_bytes = used_by(Use::kv);
     stats->core_bytes = used_by(Use::core);
     stats->arena_bytes = used_by(Use::arena);

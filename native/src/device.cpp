@@ -239,10 +239,7 @@ Residency Device::residency_at(uint64_t fixed) const {
 }
 
 void Device::update_floor() {
-    uint64_t held = ledger.used(Use::kv);
-    for (const Buffer *b : buffers) {
-        held += b->graph ? b->graph->bytes() : 0;
-    }
+    const uint64_t held = ledger.used(Use::kv) + ledger.used(Use::graph);
     const uint64_t fixed = ledger.fixed() - held + most_graph_bytes();
     const KvNeed need = kv.need();
     ledger.set_limits(floor_bytes(weights.layout, fixed, need), full_bytes(weights.layout, fixed, need));
@@ -270,13 +267,11 @@ void Device::forget_graph_bytes() {
 }
 
 void Device::count_graph_memory() {
-    uint64_t now = 0, least = 0;
+    uint64_t least = 0;
     for (const Buffer *b : buffers) {
-        now += b->graph ? b->graph->bytes() : 0;
         least += b->graph ? b->graph->least_bytes() : 0;
     }
     counters.update([&](fsd_stats &c) {
-        c.graph_bytes = now;
         c.least_graph_bytes = least;
         c.most_graph_bytes = most_graph_bytes();
     });

@@ -42,7 +42,7 @@ void GraphMemory::pack(size_t alignment) {
 
 bool GraphMemory::take(Inner &inner, Ledger &ledger, size_t bytes) {
     release(inner, ledger);
-    storage_ = ledger.allocate(Use::buffers, bytes);
+    storage_ = ledger.allocate(Use::graph, bytes);
     if (!storage_) {
         return false;
     }
@@ -74,7 +74,7 @@ void GraphMemory::trim(Inner &inner, Ledger &ledger) {
 void GraphMemory::release(Inner &inner, Ledger &ledger) {
     if (storage_) {
         inner.synchronize(); // queued work may still use it
-        ledger.release(Use::buffers, storage_);
+        ledger.release(Use::graph, storage_);
         version_++;
     }
 }

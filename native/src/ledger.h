@@ -15,8 +15,9 @@
 
 namespace fsd {
 
-// What VRAM is for. `buffers`: compute buffers of llama.cpp; `image`: lent to the vision tower while it encodes.
-enum class Use { buffers, kv, core, arena, ring, scratch, image, count };
+// What VRAM is for. `graph`: what the graph in use needs of llama.cpp's compute buffers (GraphMemory); `buffers`: its other
+// buffers; `image`: lent to the vision tower while it encodes.
+enum class Use { graph, buffers, kv, core, arena, ring, scratch, image, count };
 
 class Ledger {
   public:

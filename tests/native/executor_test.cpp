@@ -584,6 +584,29 @@ SCENARIO(row_pieces_of_many_tokens) {
     s.check_conversation();
 }
 
+// Predictions are made at any time from what takes VRAM beside the compute buffers.
+SCENARIO(figures_are_of_one_moment_while_graphs_run) {
+    Session s(config_of(0), {{900, 0}, {1, 900}}, 1024, 900);
+    s.commit();
+    s.check_conversation();
+    std::atomic<bool> done{false};
+    std::set<uint64_t> beside, graphs;
+    std::thread reader([&] {
+        while (!done.load()) {
+            const fsd_stats st = stats();
+            beside.insert(st.buffers_bytes - st.kv_bytes - st.graph_bytes);
+            graphs.insert(st.graph_bytes);
+        }
+    });
+    for (int i = 0; i < 10; i++) {
+        s.check_conversation();
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    }
+    done.store(true);
+    reader.join();
+    CHECK(graphs.size() > 1 && beside.size() == 1);
+}
+
 void change_budgets_while_graphs_run(bool placements, unsigned seed, bool one_queue = false) {
     fsd_config config = config_of(0);
     config.emulated_link_gbps = 4; // makes copies take as long as the computation
