@@ -12,6 +12,10 @@ import pytest
 from engine_driver import EngineProcess, engine
 
 from frameshard.engine import probe
+from frameshard.engine.practice import Practice
+from frameshard.plan import corrections, profile
+from frameshard.plan.corrections import Kind
+from frameshard.plan.model import read_model
 
 DEVICE = "emulated:1"
 FIELDS: dict[str, object] = {"device": DEVICE, "mode": "planned", "speculate": "off", "n_ctx": 1024, "n_parallel": 1}
@@ -71,3 +75,17 @@ def test_predictions_follow_what_serving_shows(
     with engine(shallow_model, vram_budget_bytes=BUDGET, **FIELDS) as child:
         assert predicted(child) == pytest.approx(after, rel=0.05)  # they are kept
     assert "corrected by what this model took here" in frameshard("plan", shallow_model, "--vram-budget", "40")
+
+
+def test_equal_ratios_are_kept_until_predictions_stay_the_same(
+    shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ratio makes the mean count more, so predictions change though the mean does not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, rates = read_model(shallow_model), profile.load("h100-80gb-pcie5-16c")
+    practice, kind = Practice(model, rates, "planned"), Kind.of("decode", 600)
+    for _ in range(20):
+        practice.corrections = practice.corrections.with_ratio(kind, 4.0)
+        practice.keep()
+        kept = corrections.load(model, rates, "planned")
+        assert kept.factor("decode", 600) == pytest.approx(practice.corrections.factor("decode", 600), rel=0.02)

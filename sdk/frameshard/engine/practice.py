@@ -68,4 +68,5 @@ def _differ(one: Corrections, other: Corrections) -> float:
         return 0.0
     if one.seen.keys() != other.seen.keys():
         return 1.0
-    return max(abs(seen.log_ratio - other.seen[kind].log_ratio) for kind, seen in one.seen.items())
+    factors = ([each.factor(kind.work, kind.n_context) for each in (one, other)] for kind in one.seen)
+    return max(max(pair) / min(pair) - 1.0 for pair in factors)

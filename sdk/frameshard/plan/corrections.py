@@ -45,6 +45,11 @@ class Kind:
         """The kind of a graph with so many tokens of context at its end."""
         return cls(work, round(_doubled(n_context)))
 
+    @property
+    def n_context(self) -> int:
+        """A context of this length."""
+        return _LEAST_CONTEXT << self.doubled
+
 
 @dataclass(frozen=True)
 class Seen:
