@@ -90,6 +90,12 @@ TEST(two_equal_columns_have_the_results_of_one) {
     }
 }
 
+TEST(builds_for_x86_64_have_the_kernels) {
+#if defined(__x86_64__) || defined(_M_X64)
+    CHECK(TwinColumns::has_kernels(cpu()));
+#endif
+}
+
 TEST(other_products_stay_as_they_are) {
     TwinColumns twins(cpu());
     const struct {
