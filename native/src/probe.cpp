@@ -83,8 +83,10 @@ struct Products {
         for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             ggml_tallocr_alloc(&place, t);
         }
-        for (int i = 0; i < graph->n_nodes && !ledger; i++) {
-            graph->nodes[i] = twins.of(graph->nodes[i]);
+        if (!ledger) {
+            for (int i = 0; i < graph->n_nodes; i++) {
+                graph->nodes[i] = twins.of(graph->nodes[i]);
+            }
         }
         // Quantised from small random numbers, because zeros may compute faster than real data.
         const int64_t n_rows = std::min(rows, kRandomRows);

@@ -78,18 +78,14 @@ class Game:
 
     async def predictions(self, budget_mb: float) -> dict[str, Any]:
         """What is predicted for a prompt and its answer, before and after other jobs, and what is measured then."""
-        before = await self._predicted(budget_mb)
+        (before,) = await predicted(self.client, self.args, [budget_mb])
         for _ in range(self.args.practice):
             await self._job()
-        after = await self._predicted(budget_mb)
+        (after,) = await predicted(self.client, self.args, [budget_mb])
         jobs = [await self._job() for _ in range(self.args.repeat)]
         ttft_s, tokens_per_second = (statistics.median(figures) for figures in zip(*jobs, strict=True))
         measured = {"ttft_s": ttft_s, "tokens_per_second": tokens_per_second}
         return {"n_practice": self.args.practice, "before": before, "after": after, "measured": measured, "jobs": jobs}
-
-    async def _predicted(self, budget_mb: float) -> dict[str, float]:
-        (row,) = await self.client.plan([budget_mb], prompt_tokens=self.args.prompt)
-        return {"ttft_s": row.ttft_s, "tokens_per_second": row.tokens_per_second}
 
     async def _job(self) -> tuple[float, float]:
         """Seconds to the first token of a new prompt, and tokens per second after it."""
@@ -194,6 +190,18 @@ class Game:
         return False
 
 
+async def predicted(client: frameshard.Client, args: argparse.Namespace, budgets: list[float]) -> list[dict[str, Any]]:
+    """What the plan predicts at each budget for a prompt of --prompt tokens."""
+    return [
+        {
+            "budget_mb": row.vram_budget_bytes / MIB,
+            "ttft_s": row.ttft_s,
+            "tokens_per_second": row.tokens_per_second,
+        }
+        for row in await client.plan(budgets, prompt_tokens=args.prompt)
+    ]
+
+
 def n_ctx(args: argparse.Namespace) -> int:
     """The context of a conversation."""
     return int(args.long) + 1024
@@ -242,20 +250,8 @@ async def launch_s(args: argparse.Namespace, budgets: list[float], *, until_meas
                 break
             await trio.sleep(0.5)
             measured_s = time.perf_counter() - start
-        rows = await client.plan(budgets, prompt_tokens=args.prompt)
-        return {
-            "seconds": seconds,
-            "profile": profile,
-            "measured_s": measured_s,
-            "plan": [
-                {
-                    "budget_mb": row.vram_budget_bytes / MIB,
-                    "ttft_s": row.ttft_s,
-                    "tokens_per_second": row.tokens_per_second,
-                }
-                for row in rows
-            ],
-        }
+        plan = await predicted(client, args, budgets)
+        return {"seconds": seconds, "profile": profile, "measured_s": measured_s, "plan": plan}
 
 
 async def launches(args: argparse.Namespace, budgets: list[float]) -> dict[str, Any]:
@@ -351,7 +347,9 @@ def main() -> None:
     parser.add_argument("--practice", type=common.positive, default=4, metavar="N", help="predictions: jobs (4)")
     parser.add_argument("--shrinks", type=common.positive, default=20, metavar="N", help="to the floor (20)")
     parser.add_argument("--idle", type=common.positive, default=60, metavar="S", help="seconds to measure (60)")
-    parser.add_argument("--parts", default="launches,ttft,urgent,shrinks", help="%(default)s; predictions")
+    parser.add_argument(
+        "--parts", default="launches,ttft,urgent,shrinks", help="which of these, or predictions (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

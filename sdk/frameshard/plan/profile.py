@@ -289,9 +289,9 @@ class Profile:
         # With one column the CPU reads large matrices at least as fast as small ones. If a smaller one of the same type
         # was faster, something else ran while this one was measured.
         smaller = [
-            product.cpu_flops[0]
-            for (other, *shape), product in ((parse_kind(key), each) for key, each in self.products.items())
-            if other == name and shape[0] * shape[1] <= rows * cols
+            each.cpu_flops[0]
+            for key, each in self.products.items()
+            if (other := parse_kind(key))[0] == name and other[1] * other[2] <= rows * cols
         ]
         product = self.products[nearest]
         return name, dataclasses.replace(product, cpu_flops=(max(smaller), *product.cpu_flops[1:]))
