@@ -23,7 +23,7 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 6
+#define FSD_INTERFACE_VERSION 7
 
 typedef enum {
     FSD_OK = 0,
@@ -86,15 +86,18 @@ typedef struct {
     uint64_t budget_bytes;      /* in force */
     uint64_t used_bytes;        /* overhead + buffers + core + arena + ring + scratch */
     uint64_t peak_bytes;        /* highest used_bytes since the last fsd_reset_peak */
-    uint64_t overhead_bytes;    /* driver context and library workspaces, from fsd_set_overhead */
+    uint64_t overhead_bytes;    /* driver context and library workspaces: fsd_set_overhead, and pool_bytes */
+    uint64_t pool_bytes;        /* what graphs larger than those of the floor may have added to these workspaces */
     uint64_t buffers_bytes;     /* KV cache, adapters and compute buffers of llama.cpp */
     uint64_t kv_bytes;          /* part of buffers_bytes: the KV cache and recurrent state, as far as they are in use */
     uint64_t graph_bytes;       /* part of buffers_bytes: what the latest graphs hold of llama.cpp's compute buffers */
     uint64_t least_graph_bytes; /* what the smallest graphs so far have held of them */
-    uint64_t most_graph_bytes;  /* what the largest graphs hold; the floor has room for them */
-    uint64_t kv_host_bytes;     /* KV blocks in host memory, which pass through the KV window */
-    uint64_t core_bytes;        /* norms, biases and other small weights, always resident */
-    uint64_t arena_bytes;       /* resident slabs */
+    uint64_t most_graph_bytes;  /* what the largest graphs hold */
+    uint64_t floor_graph_bytes; /* what the floor has room for: of the smallest steps, or the largest */
+    uint64_t refused_graph_bytes; /* what the last graph needed that the budget had no room for */
+    uint64_t kv_host_bytes;       /* KV blocks in host memory, which pass through the KV window */
+    uint64_t core_bytes;          /* norms, biases and other small weights, always resident */
+    uint64_t arena_bytes;         /* resident slabs */
     uint64_t ring_bytes;
     uint64_t scratch_bytes;
     uint64_t floor_bytes; /* the smallest budget that the model can run in; valid after fsd_commit */
@@ -121,6 +124,7 @@ typedef struct {
     uint64_t disk_read_bytes;    /* read from the file by the shard device since load; 0 while the file is mapped */
     double disk_waited_s;        /* that graphs have waited for these reads; it grows while a disk is stuck */
     uint64_t disk_expert_reads;  /* matrices of single experts that were read, because host memory did not have them */
+    uint32_t lacks_workspaces;   /* whether library workspaces were freed that the next prompt takes again */
     uint32_t host_mapped;        /* whether all weights are used through the mapping of the file */
 } fsd_stats;
 
@@ -139,6 +143,15 @@ FSD_API fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tens
 /* To be called once the llama context exists: checks the budget against the floor and allocates VRAM. No VRAM is allocated
  * before. */
 FSD_API fsd_status fsd_commit(void);
+
+/* The floor has room for so many bytes of compute buffers, not for all that the llama context asks for (most_graph_bytes);
+ * the share stays the same when adapters change what it asks for. Graphs that need more run while the budget has room for
+ * them. Otherwise they fail with GGML_STATUS_ALLOC_FAILED, and refused_graph_bytes says what they needed; a budget that has no
+ * room for a running graph ends it with GGML_STATUS_ABORTED. Call it once the context exists. */
+FSD_API fsd_status fsd_set_floor_graphs(uint64_t bytes);
+
+/* To be called after each decode, once its results were read: until then a smaller budget may have to wait for them. */
+FSD_API fsd_status fsd_end_graph(void);
 
 /* fsd_park frees all VRAM but the driver's own context; the KV cache moves to host memory. No graph may run until
  * fsd_unpark has allocated it again, within the budget then in force. FSD_BELOW_FLOOR and FSD_OUT_OF_MEMORY leave the device
@@ -244,6 +257,7 @@ typedef struct {
         weights_beside_kv_bytes;   /* VRAM that the KV cache leaves for weights, the rest of it waits in host memory */
     uint32_t expert_slots_passing; /* slots of the expert cache in which experts do not stay: so many, or a quarter */
     uint32_t reserved;
+    double pool_share; /* bytes of driver's workspaces for each byte of compute buffers beyond those of the floor */
     size_t n_slabs, n_pieces;
 } fsd_layout;
 

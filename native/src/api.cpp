@@ -133,6 +133,22 @@ fsd_status fsd_commit(void) {
     return status == FSD_OK ? FSD_OK : fail(status, why);
 }
 
+fsd_status fsd_set_floor_graphs(uint64_t bytes) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (!d.set_floor_graphs(bytes)) {
+        return fail(FSD_BAD_STATE, "fsd_set_floor_graphs comes after the llama context");
+    }
+    return FSD_OK;
+}
+
+fsd_status fsd_end_graph(void) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    d.end_graph();
+    return FSD_OK;
+}
+
 fsd_status fsd_park(void) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
@@ -255,6 +271,7 @@ fsd_status fsd_lay_out(const fsd_layout_request *request, fsd_layout *layout, ui
     layout->full_bytes = full_bytes(l, fixed, held.need);
     layout->weights_beside_kv_bytes = l.weights_beside_kv();
     layout->expert_slots_passing = ExpertCache::kPassing;
+    layout->pool_share = quirks_of(r->inner_device).pool_share;
     layout->n_slabs = l.slab_sizes.size();
     layout->n_pieces = l.pieces.size();
     std::copy_n(l.slab_sizes.begin(), std::min(max_slabs, l.slab_sizes.size()), slabs);
@@ -455,12 +472,11 @@ fsd_status fsd_set_overhead(uint64_t bytes) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     const uint64_t before = d.ledger.overhead();
-    d.ledger.set_overhead(bytes);
-    if (!d.committed) { // fsd_commit checks it, and knows the floor
+    d.set_overhead(bytes);
+    if (!d.committed) {
         d.ledger.note_peak();
         return FSD_OK;
     }
-    d.update_floor();
     if (bytes > before && !d.ledger.make_room(0)) {
         return fail(FSD_BELOW_FLOOR, "the overhead leaves less VRAM than the model's floor");
     }
@@ -563,7 +579,9 @@ fsd_status fsd_get_stats(fsd_stats *stats) {
     stats->budget_generation = d.requests.rounds();
     const Ledger::Figures f = d.ledger.figures();
     const auto used_by = [&](Use use) { return f.used_by[(int)use]; };
-    stats->overhead_bytes = f.overhead;
+    stats->overhead_bytes = f.overhead + used_by(Use::pool);
+    stats->pool_bytes = used_by(Use::pool);
+    stats->lacks_workspaces = d.inner.lacks_workspaces.load();
     stats->buffers_bytes = used_by(Use::graph) + used_by(Use::buffers) + used_by(Use::kv) + used_by(Use::image);
     stats->graph_bytes = used_by(Use::graph);
     stats->kv_bytes = used_by(Use::kv);

@@ -4,6 +4,8 @@ namespace fsd {
 
 // While a prompt is read, the ring has room for so many of the largest steps.
 static constexpr size_t kRingForPrompts = 4;
+// Smaller pools are not freed after a prompt: that costs the next one about 10 ms.
+static constexpr uint64_t kPoolKept = 16 << 20;
 
 Device &device() {
     // Never destroyed: ggml does not unload plugins, and buffers may outlive main.
@@ -92,9 +94,8 @@ fsd_status Device::commit(std::string &why) {
             asked.push_back(b->size);
         }
     }
-    const uint64_t fixed = fixed_bytes(layout, ledger.overhead(), asked) + most_graph_bytes() - graph_bytes();
-    const KvNeed need = kv.need();
-    ledger.set_limits(floor_bytes(layout, fixed, need), full_bytes(layout, fixed, need));
+    const uint64_t fixed = fixed_bytes(layout, ledger.overhead(), asked) - graph_bytes() + floor_graph_bytes();
+    set_limits(fixed);
     if (ledger.floor() > ledger.budget()) {
         why = "a VRAM budget of " + std::to_string(ledger.budget() >> 20) +
               " MiB is below the floor: this model and context need at least " +
@@ -160,6 +161,7 @@ void Device::park() {
     scratch.base = nullptr;
     cache.rest();
     inner.close_streams();
+    ledger.count(Use::pool, 0);
     committed = false;
     count_graph_memory();
     update_placements();
@@ -181,10 +183,12 @@ fsd_status Device::unpark(std::string &why) {
     return FSD_OK;
 }
 
-// Room for the smallest ring stays, even while everything is resident and there is no ring.
+// Room for the smallest ring stays, even while everything is resident and there is no ring. A buffer in place of compute
+// buffers that were freed is one of them.
 bool Device::has_room_for(size_t bytes) const {
-    const uint64_t size = weights.layout.granular(bytes);
-    return ledger.floor() + size - std::min(size, most_graph_bytes() - graph_bytes()) <= ledger.budget();
+    const uint64_t size = weights.layout.granular(bytes), held = graph_bytes(), freed = most_graph_bytes() - held;
+    const double share = held == 0 || freed > 0 ? floor_share : 1;
+    return ledger.floor() + (uint64_t)(share * (double)(size - std::min(size, freed))) <= ledger.budget();
 }
 
 bool Device::materialise(Buffer *b) {
@@ -213,6 +217,19 @@ bool Device::hold(GraphMemory &memory) {
         return true;
     }
     memory.release(inner, ledger);
+    const uint64_t graphs = ledger.used(Use::graph) + bytes, room = room_for_graphs(ledger.budget());
+    if (graphs + ledger.used(Use::pool) > room) {
+        drop_pool();
+    }
+    if (graphs + pool_bytes(graphs) > room) {
+        counters.update([&](fsd_stats &c) { c.refused_graph_bytes = bytes; });
+        return false;
+    }
+    counters.update([](fsd_stats &c) { c.refused_graph_bytes = 0; });
+    const bool runs = !abort.load();
+    if (runs) {
+        ledger.count(Use::pool, std::max<uint64_t>(ledger.used(Use::pool), pool_bytes(graphs)));
+    }
     const size_t ring_for_prompts = kRingForPrompts * weights.layout.min_ring;
     const uint64_t used = ledger.used() + bytes, most = ledger.budget() + weights.layout.sizes.slab_bytes;
     if (used > most && ring.capacity() > ring_for_prompts) {
@@ -222,6 +239,9 @@ bool Device::hold(GraphMemory &memory) {
     // The device has less than the budget allows: another program holds the rest.
     while (!held && arena.evict()) {
         held = memory.take(inner, ledger, bytes);
+    }
+    if (held && runs && weights.has_experts()) {
+        inner.grow_pool(memory.storage(), (size_t)(inner.quirks.pool_share * (double)bytes));
     }
     if (ring.capacity() == 0 && !arena.full()) {
         ledger.make_room(std::min(ring.wanted, ring_for_prompts), Ledger::kWeights);
@@ -239,11 +259,16 @@ Residency Device::residency_at(uint64_t fixed) const {
 }
 
 void Device::update_floor() {
-    const uint64_t held = ledger.used(Use::kv) + ledger.used(Use::graph);
-    const uint64_t fixed = ledger.fixed() - held + most_graph_bytes();
-    const KvNeed need = kv.need();
-    ledger.set_limits(floor_bytes(weights.layout, fixed, need), full_bytes(weights.layout, fixed, need));
+    const uint64_t held = ledger.used(Use::kv) + ledger.used(Use::graph) + ledger.used(Use::pool);
+    const uint64_t fixed = ledger.fixed() - held + floor_graph_bytes();
+    set_limits(fixed);
     count_graph_memory();
+}
+
+void Device::set_limits(uint64_t fixed) {
+    const KvNeed need = kv.need();
+    const uint64_t most = most_graph_bytes(), largest = most - std::min(most, floor_graph_bytes()) + pool_bytes(most);
+    ledger.set_limits(floor_bytes(weights.layout, fixed, need), full_bytes(weights.layout, fixed + largest, need));
 }
 
 uint64_t Device::graph_bytes() const {
@@ -258,11 +283,98 @@ uint64_t Device::graph_bytes() const {
 
 uint64_t Device::most_graph_bytes() const { return std::max(graph_bytes_before, graph_bytes()); }
 
+bool Device::set_floor_graphs(uint64_t bytes) {
+    const uint64_t most = most_graph_bytes();
+    if (most == 0) {
+        return false;
+    }
+    floor_share = std::min(1.0, (double)bytes / (double)most);
+    if (committed) {
+        update_floor();
+    } else {
+        count_graph_memory();
+    }
+    return true;
+}
+
+uint64_t Device::floor_graph_bytes() const {
+    return weights.layout.granular((size_t)(floor_share * (double)most_graph_bytes()));
+}
+
+// The overhead has the pools of the smallest steps.
+uint64_t Device::pool_bytes(uint64_t graph_bytes) const {
+    const uint64_t more = graph_bytes - std::min(graph_bytes, floor_graph_bytes());
+    return weights.layout.granular((size_t)(inner.quirks.pool_share * (double)more));
+}
+
+uint64_t Device::room_for_graphs(uint64_t budget) const {
+    const uint64_t room = budget + floor_graph_bytes();
+    return room - std::min(room, ledger.floor());
+}
+
+void Device::drop_pool() {
+    if (ledger.used(Use::pool) > 0 && inner.renew_compute()) {
+        ledger.count(Use::pool, 0);
+    }
+}
+
+void Device::set_overhead(uint64_t bytes) {
+    ledger.set_overhead(bytes);
+    if (!committed) { // commit() checks it, and knows the floor
+        return;
+    }
+    update_floor();
+    if (!graph_in_use() && !graphs_fit(ledger.budget())) {
+        drop_graphs();
+    }
+}
+
+void Device::drop_graphs() {
+    for (Buffer *b : buffers) {
+        if (b->graph) {
+            b->graph->release(inner, ledger);
+        }
+    }
+    drop_pool();
+}
+
+void Device::end_graph() {
+    for (Buffer *b : buffers) {
+        if (b->graph) {
+            b->graph->in_use = false;
+        }
+    }
+}
+
+bool Device::graph_in_use() const {
+    return std::any_of(buffers.begin(), buffers.end(), [](const Buffer *b) { return b->graph && b->graph->in_use; });
+}
+
+bool Device::graphs_fit(uint64_t budget) const {
+    const uint64_t graphs = ledger.used(Use::graph);
+    const bool uses_pool = pool_bytes(graphs) > 0; // otherwise it can be freed
+    return graphs + (uses_pool ? ledger.used(Use::pool) : 0) <= room_for_graphs(budget);
+}
+
+bool Device::must_stop() const {
+    return committed && requests.pending() && !graphs_fit(requests.requested()) && graph_in_use();
+}
+
+ggml_status Device::give_way() {
+    end_graph();
+    drop_graphs();
+    requests.apply();
+    return GGML_STATUS_ABORTED;
+}
+
 void Device::note_graph_bytes() { graph_bytes_before = most_graph_bytes(); }
 
 void Device::forget_graph_bytes() {
     if (std::none_of(buffers.begin(), buffers.end(), [](const Buffer *b) { return b->lasting; })) {
         graph_bytes_before = 0;
+    }
+    if (buffers.empty()) {
+        floor_share = 1;
     }
 }
 
@@ -274,11 +386,12 @@ void Device::count_graph_memory() {
     counters.update([&](fsd_stats &c) {
         c.least_graph_bytes = least;
         c.most_graph_bytes = most_graph_bytes();
+        c.floor_graph_bytes = floor_graph_bytes();
     });
 }
 
 bool Device::apply_requested_budget() {
-    if (ledger.parent() && requests.must_free()) {
+    if (ledger.parent() ? requests.must_free() : must_stop()) {
         return false;
     }
     requests.apply();
@@ -288,10 +401,11 @@ bool Device::apply_requested_budget() {
 
 bool Device::apply_budget_if_idle() {
     std::unique_lock<std::mutex> lock(graph_mutex, std::try_to_lock);
-    if (lock.owns_lock()) {
-        requests.apply();
+    if (!lock.owns_lock() || must_stop()) {
+        return false;
     }
-    return lock.owns_lock();
+    requests.apply();
+    return true;
 }
 
 // ------------------------------------------------------------------------------------------------------------ host memory
@@ -359,6 +473,11 @@ void Device::apply_budget(uint64_t bytes) {
     if (!committed) {
         return;
     }
+    if (!graphs_fit(bytes)) {
+        drop_graphs();
+    } else if (ledger.used(Use::graph) + ledger.used(Use::pool) > room_for_graphs(bytes)) {
+        drop_pool();
+    }
     kv.spill_surplus();
     const Residency r = residency_at(ledger.fixed() + kv.window_lacks());
     while (arena.slabs.size() > r.slabs) {
@@ -403,6 +522,9 @@ size_t Device::fill(size_t max_bytes) {
         if (b->graph) {
             b->graph->trim(inner, ledger);
         }
+    }
+    if (ledger.used(Use::pool) >= kPoolKept) {
+        drop_pool();
     }
     count_graph_memory();
     arena.start_round();

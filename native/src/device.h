@@ -70,10 +70,20 @@ struct Device {
     void park();
     fsd_status unpark(std::string &why);
 
-    // Brings a requested budget into force. False: the running graph must stop first, so that what it borrowed is free.
+    // Brings a requested budget into force. False: the running graph must stop first, so that what it holds is free.
     bool apply_requested_budget();
-    // False while a graph runs; its executor applies the budget.
+    // False while a graph runs; its executor applies the budget. Also false between a graph and end_graph(), if the budget has
+    // no room for its memory.
     bool apply_budget_if_idle();
+    void set_overhead(uint64_t bytes); // in the ledger; frees memory of graphs for which there is no more room
+    // Whether a graph is in use that a requested budget has no room for.
+    bool must_stop() const;
+    // Frees the memory of a graph that must stop, and applies the budget.
+    ggml_status give_way();
+    // The results of the last graph were read.
+    void end_graph();
+    // Frees the memory of graphs, none of which is in use.
+    void drop_graphs();
 
     // Brings a requested host budget into force. False while a graph runs; its executor applies the budget.
     void apply_host_budget();
@@ -83,7 +93,7 @@ struct Device {
 
     bool has_room_for(size_t bytes) const; // whether the floor with one more buffer is within the budget
     bool materialise(Buffer *b);           // gives a lasting buffer its VRAM; false: there is none within the budget
-    bool hold(GraphMemory &memory);        // gives a graph its memory; false: there is none
+    bool hold(GraphMemory &memory);        // gives a graph its memory; false: there is none, or the graph is too large
     bool ensure_ring();                    // false: there is no VRAM for the smallest ring
     // Starts copies of weights and KV blocks into free budget; returns bytes.
     size_t fill(size_t max_bytes);
@@ -91,8 +101,9 @@ struct Device {
     void update_floor();
     // llama.cpp allocates its compute buffers again whenever other adapters are used, and their size depends on the
     // adapters. While there are adapters the floor has room for the largest size so far, so that the change always fits.
-    void note_graph_bytes();   // before a buffer is freed
-    void forget_graph_bytes(); // if no adapter is left
+    void note_graph_bytes();               // before a buffer is freed
+    void forget_graph_bytes();             // if no adapter is left
+    bool set_floor_graphs(uint64_t bytes); // see fsd_set_floor_graphs; false: there are no compute buffers
     void count_graph_memory();
     void update_placements();
     void count(const Ring::Copied &copied);
@@ -103,10 +114,19 @@ struct Device {
     bool take_scratch();
     void open_cache();
     bool uses_cpu() const;
-    uint64_t graph_bytes() const;      // of compute buffers, for the largest graphs
-    uint64_t most_graph_bytes() const; // the same, or what they have been if that is more
+    uint64_t graph_bytes() const;       // of compute buffers, for the largest graphs
+    uint64_t most_graph_bytes() const;  // the same, or what they have been if that is more
+    uint64_t floor_graph_bytes() const; // what the floor has room for
+    uint64_t pool_bytes(uint64_t graph_bytes) const;
+    // What graphs and pools may hold at a budget, so that all else that the model cannot do without has its place.
+    uint64_t room_for_graphs(uint64_t budget) const;
+    bool graphs_fit(uint64_t budget) const;
+    bool graph_in_use() const;
+    void drop_pool();
+    void set_limits(uint64_t fixed);
 
     uint64_t graph_bytes_before = 0; // the most so far
+    double floor_share = 1;          // of most_graph_bytes() that the floor has room for
     // Room for weights in host memory, and resident slabs, when it was divided last.
     std::pair<uint64_t, size_t> balanced;
 };

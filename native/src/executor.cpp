@@ -14,6 +14,8 @@ namespace fsd {
 static constexpr int kRunAhead = 2;
 // About how many segments lie between a layer's attention and its router.
 static constexpr size_t kSegmentsToRouter = 4;
+// Graphs of so many tokens use the driver's libraries.
+static constexpr int64_t kPromptTokens = 64;
 
 static ggml_status disk_failed(const std::string &why) {
     last_error() = why;
@@ -497,20 +499,26 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
     if (d.abort.load()) {
         return GGML_STATUS_ABORTED;
     }
-    d.apply_requested_budget();
+    if (!d.apply_requested_budget() && d.must_stop()) {
+        return d.give_way();
+    }
     if (!d.cache.begin_graph(tokens_of(d, graph))) {
         return disk_failed(d.cache.why());
     }
     for (GraphMemory *memory : graph_memories(graph)) {
         if (!d.hold(*memory) || std::exchange(memory->lost_input, false)) {
-            GGML_LOG_ERROR("frameshard: the inner device refused memory for a graph\n");
+            GGML_LOG_DEBUG("frameshard: no memory for a graph\n"); // the caller decides whether this is an error
             return GGML_STATUS_ALLOC_FAILED;
         }
     }
     d.arena.finish_fills();
     d.balance_host();
     d.counters.update([&](fsd_stats &c) { c.graphs++; });
-    return Executor(d, graph).run();
+    const ggml_status status = Executor(d, graph).run();
+    if (tokens_of(d, graph) >= kPromptTokens) {
+        d.inner.lacks_workspaces.store(false);
+    }
+    return status == GGML_STATUS_ABORTED && d.must_stop() ? d.give_way() : status;
 }
 
 } // namespace fsd

@@ -12,7 +12,7 @@ static constexpr size_t kNotWorthwhile = 1 << 20;
 void GraphMemory::add(size_t at, size_t bytes) {
     if (!adding_) {
         tensors_.clear();
-        adding_ = true;
+        adding_ = in_use = true;
     }
     tensors_.emplace_back(at, at + bytes);
 }

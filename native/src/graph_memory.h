@@ -38,6 +38,7 @@ class GraphMemory {
     uint64_t version() const { return version_; } // compiled programs with another one are no longer right
 
     bool lost_input = false; // bytes were written while there was no VRAM: the graph in use cannot run
+    bool in_use = false;     // between the first tensor of a graph and the moment when its results were read
 
   private:
     struct Extent {

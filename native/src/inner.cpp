@@ -16,12 +16,12 @@ static constexpr size_t MiB = 1024 * 1024;
 static constexpr Quirks kQuirks[] = {
     // Prefill is merged to 0.5 ms of an H100, 10 ms of a laptop.
     {"CUDA", false, 2 * MiB, HostReads::pinned, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB,
-     1e13, 512},
+     1e13, 512, 0.25, true},
     {"Vulkan", false, 2 * MiB, HostReads::never, true, true, true, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB,
-     1e13, 512},
-    {"emulated", true, 1, HostReads::always, false, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 64},
+     1e13, 512, 0.25, false},
+    {"emulated", true, 1, HostReads::always, false, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 64, 0, false},
     {"", false, 2 * MiB, HostReads::never, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13,
-     512},
+     512, 0.25, false},
 };
 
 const Quirks &quirks_of(const char *name) {
@@ -68,6 +68,56 @@ bool Inner::open_streams() {
     return compute && copy && (mirror || quirks.one_queue);
 }
 
+bool Inner::renew_compute() {
+    ggml_backend_t renewed = ggml_backend_dev_init(dev, nullptr);
+    if (!renewed) {
+        return false;
+    }
+    ggml_backend_synchronize(compute);
+    ggml_backend_free(compute);
+    compute = renewed;
+    compute_pending = false;
+    pool_bytes_ = 0;
+    lacks_workspaces.store(true);
+    return true;
+}
+
+void Inner::grow_pool(ggml_backend_buffer_t memory, size_t bytes) {
+    constexpr int64_t columns = 4096; // of 16-bit values, into which a pool takes the other operand
+    const int64_t rows = (int64_t)(bytes / (columns * sizeof(ggml_fp16_t)));
+    const size_t result_at = rows * columns * sizeof(float), weights_at = result_at + align_up(rows * sizeof(float));
+    const size_t needed = weights_at + columns * sizeof(ggml_fp16_t);
+    constexpr int64_t few = 64; // other kernels take none of a pool
+    if (!quirks.reads_beyond_pool || bytes <= pool_bytes_ || rows < few ||
+        needed > ggml_backend_buffer_get_size(memory)) {
+        return;
+    }
+    const auto matrix = [&](ggml_type type, size_t at, int64_t row, int64_t n_rows) {
+        ggml_tensor t = raw_tensor(memory, (char *)ggml_backend_buffer_get_base(memory) + at, 0);
+        t.type = type;
+        t.ne[0] = row;
+        t.ne[1] = n_rows;
+        t.nb[0] = ggml_type_size(type);
+        t.nb[1] = row * t.nb[0];
+        t.nb[2] = t.nb[3] = n_rows * t.nb[1];
+        return t;
+    };
+    ggml_tensor input = matrix(GGML_TYPE_F32, 0, columns, rows);
+    ggml_tensor weights = matrix(GGML_TYPE_F16, weights_at, columns, 1);
+    ggml_tensor product = matrix(GGML_TYPE_F32, result_at, 1, rows);
+    product.op = GGML_OP_MUL_MAT;
+    product.flags = GGML_TENSOR_FLAG_COMPUTE;
+    product.src[0] = &weights;
+    product.src[1] = &input;
+    ggml_tensor *nodes[] = {keys.uncaptured(false), &product};
+    ggml_cgraph graph = {};
+    graph.nodes = nodes;
+    graph.size = graph.n_nodes = 2;
+    if (ggml_backend_graph_compute(compute, &graph) == GGML_STATUS_SUCCESS) {
+        pool_bytes_ = bytes;
+    }
+}
+
 void Inner::close_streams() {
     if (copy && compute) {
         ggml_backend_synchronize(copy);
@@ -81,6 +131,7 @@ void Inner::close_streams() {
     ggml_backend_free(copy);
     ggml_backend_free(compute);
     mirror = copy = compute = nullptr;
+    pool_bytes_ = 0;
 }
 
 HostPath Inner::attach(void *p, size_t bytes, bool may_pin) {

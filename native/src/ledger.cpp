@@ -82,6 +82,12 @@ void Ledger::release(Use use, InnerBuffer &buffer) {
     used_by_[(int)use] -= size;
 }
 
+void Ledger::count(Use use, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    used_by_[(int)use] = bytes;
+    peak_ = std::max(peak_, sum());
+}
+
 bool Ledger::borrow(Ledger &parent, uint64_t least, uint64_t wanted) {
     if (!parent.make_room(least, kForImages)) {
         return false;

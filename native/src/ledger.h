@@ -15,9 +15,9 @@
 
 namespace fsd {
 
-// What VRAM is for. `graph`: what the graph in use needs of llama.cpp's compute buffers (GraphMemory); `buffers`: its other
-// buffers; `image`: lent to the vision tower while it encodes.
-enum class Use { graph, buffers, kv, core, arena, ring, scratch, image, count };
+// What VRAM is for. `graph`: what the graph in use needs of llama.cpp's compute buffers (GraphMemory); `pool`: what such graphs
+// make the driver's libraries hold; `buffers`: llama.cpp's other buffers; `image`: lent to the vision tower while it encodes.
+enum class Use { graph, pool, buffers, kv, core, arena, ring, scratch, image, count };
 
 class Ledger {
   public:
@@ -67,6 +67,7 @@ class Ledger {
     // Null when it does not fit the budget after all that `reclaim` allows, or the inner device refuses.
     InnerBuffer allocate(Use use, size_t bytes, unsigned reclaim = kForGraphs);
     void release(Use use, InnerBuffer &buffer);
+    void count(Use use, size_t bytes); // of a use whose VRAM others allocate
     // Has VRAM given back until `bytes` more fit the budget; false when they do not.
     bool make_room(size_t bytes, unsigned reclaim = kForGraphs);
 

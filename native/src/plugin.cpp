@@ -105,7 +105,7 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
     } else if (c->graph) {
         if (!d.hold(*c->graph)) {
             c->graph->lost_input = c->graph->lost_input || writes;
-            GGML_LOG_ERROR("frameshard: no VRAM for the compute buffer of a graph\n");
+            GGML_LOG_DEBUG("frameshard: no VRAM for the compute buffer of a graph\n");
             return;
         }
     } else if (!d.materialise(c)) {
@@ -206,6 +206,8 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
     d.buffers.push_back(c.get());
     if (d.committed) {
         d.update_floor();
+    } else {
+        d.count_graph_memory();
     }
     return ggml_backend_buffer_init(buft, buffer_vtable, c.release(), size);
 }

@@ -22,6 +22,7 @@ class BudgetRequests {
     // Asks for a budget; returns the number of the request.
     uint64_t ask(uint64_t bytes);
     bool pending() const { return asked_.load() != applied_.load(); }
+    uint64_t requested() const { return bytes_.load(); } // the latest budget asked for
     bool applied(uint64_t request) const { return applied_.load() >= request; }
     uint64_t rounds() const { return rounds_.load(); } // how often budgets were brought into force
     // Waits a millisecond, or less if a budget is applied meanwhile.

@@ -241,6 +241,7 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
     for (const auto &[buffer, bytes] : traffic.extent) {
         extents.push_back(bytes);
     }
+    d.drop_graphs(); // of the language model, which reads an image only when the graph before it has ended
     const uint64_t least = floor_bytes(t.weights.layout, fixed_bytes(t.weights.layout, 0, extents), {});
     {
         const uint64_t blocks = d.ledger.used(Use::kv) - d.kv.window_bytes(); // can go to host memory

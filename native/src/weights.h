@@ -5,6 +5,7 @@
 #include "layout.h"
 #include "tensors.h"
 
+#include <algorithm>
 #include <map>
 #include <unordered_map>
 
@@ -32,6 +33,11 @@ struct Weights {
     // Orders the weights by the ladder, those that it does not name last, and cuts them. False with a reason when the
     // device wants more memory for a tensor than the layout has for it.
     bool lay_out(ggml_backend_buffer_type_t buft, std::string &why);
+
+    // Experts are the weights of more than one matrix.
+    bool has_experts() const {
+        return std::any_of(all.begin(), all.end(), [](const Weight &w) { return w.shape.ne[2] > 1; });
+    }
 
     std::vector<Weight> all;
     std::map<std::string, LadderPlace> ladder; // by tensor name, as fsd_set_shards gave it

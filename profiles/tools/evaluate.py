@@ -37,8 +37,8 @@ from frameshard.plan.costs import Conditions, Costs
 from frameshard.plan.layout import lay_out
 from frameshard.plan.memory import DRIVER_BYTES, kv_bytes
 from frameshard.plan.model import Model, read_model
+from frameshard.plan.plans import plan_workload
 from frameshard.plan.profile import BYTES_PER_WEIGHT, Attention, Product, Profile
-from frameshard.plan.ubatch import choose_ubatch, plan_workload
 from frameshard.plan.workload import Workload
 
 PAPER: dict[str, Any] = json.loads((Path(__file__).parent / "paper.json").read_text())
@@ -255,15 +255,14 @@ def fitted_profile(profile: Profile, rates: Rates, model: Model) -> Profile:
 
 
 def predict(model: Model, profile: Profile, context: int, n_prompt: int, budget_gib: int) -> Row | None:
-    """What ``frameshard plan --ubatch auto --parallel 1`` predicts; ``None`` below the floor."""
-    workload = Workload(context, n_prompt)
+    """What ``frameshard plan --parallel 1`` predicts; ``None`` below the floor."""
+    workload = Workload(context, n_prompt, n_ubatch=0)
     seen, budget = profile.seen_by(model), budget_gib << 30
     try:
-        n_ubatch = choose_ubatch(model, seen, [budget], workload, overhead_bytes=DRIVER_BYTES)
+        plan = plan_workload(model, seen, budget, workload, DRIVER_BYTES)
     except BudgetBelowFloor:
         return None
-    plan = plan_workload(model, seen, budget, dataclasses.replace(workload, n_ubatch=n_ubatch), DRIVER_BYTES)
-    return {"ubatch": n_ubatch, **latencies(plan.predicted_ttft(n_prompt), plan.predicted_decode_tps())}
+    return {"ubatch": plan.n_ubatch, **latencies(plan.predicted_ttft(n_prompt), plan.predicted_decode_tps())}
 
 
 def latencies(ttft_s: float, tps: float) -> Row:

@@ -301,13 +301,14 @@ async def report(args: argparse.Namespace) -> dict[str, Any]:
         if len(parts) == 1:
             return result
     beside = bench(args, budgets) if {"ttft", "urgent"} & {*parts} else {}
-    result |= {"ubatch": beside.get("ubatch"), "bench_floor_mb": beside.get("floor_mb")}
+    result["bench_floor_mb"] = beside.get("floor_mb")
     for i, budget in enumerate(budgets):
         last = i == len(budgets) - 1
         card, changes = Card(), [Change(time.monotonic(), round(budget * MIB), False, "start")]
         sampled = args.device not in ("cpu", "emulated") and card.start()
         async with launched(args, budget, n_ctx(args)) as client:
-            game, row = Game(client, args, beside.get("ubatch", 0)), {"budget_mb": budget}
+            ubatch = beside["rows"][i]["ubatch"] if beside else 0
+            game, row = Game(client, args, ubatch), {"budget_mb": budget, "ubatch": ubatch}
             rows.append(row)
             row["floor_mb"] = (await client.budget()).floor_bytes / MIB
             if "ttft" in parts:

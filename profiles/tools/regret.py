@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> None:
         n_parallel=1,
         n_threads=args.threads,
     )
-    with common.load_within(config, args.vram_budget, n_prompt=args.context) as runtime:
+    with common.load_within(config, args.vram_budget) as runtime:
         if runtime.device is None or not runtime.llama.can_trim:
             raise BadArgument("name a GPU or --device emulated, and a model whose last tokens can be taken back")
         rows = [cell(runtime, common.parse_size(budget), args) for budget in args.vram_budget.split(",")]

@@ -153,7 +153,7 @@ def bench_tables(chosen: list[tuple[Result, Result, str]], beside: str, *, held:
         first.append(
             [
                 *case,
-                number(result["ubatch"]),
+                number(row.get("ubatch") or result["ubatch"]),
                 *(number(row.get(key)) for key in ("ttft_s", "predicted_ttft_s", "bound_ttft_s")),
                 number(other.get("ttft_s")),
                 times(other.get("ttft_s"), row["ttft_s"]),
@@ -502,7 +502,8 @@ def _first_tokens(rows: Sequence[tuple[Result, Result]]) -> Shown:
     found = []
     for result, row in rows:
         if "ttft_s" in row:
-            values = [row["budget_mb"], result["prompt"], result["ubatch"], row["ttft_s"], row["bench_ttft_s"]]
+            ubatch = row.get("ubatch") or result["ubatch"]
+            values = [row["budget_mb"], result["prompt"], ubatch, row["ttft_s"], row["bench_ttft_s"]]
             values += [row["ttft_s"] / row["bench_ttft_s"], row["floor_mb"], row["nvml_samples_above_budget"]]
             found.append([number(value) for value in values])
     return "First tokens:", columns, found

@@ -37,9 +37,9 @@ from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import Runtime
 from frameshard.models import resolve
-from frameshard.plan.memory import DRIVER_BYTES, estimate_fixed
+from frameshard.plan.memory import DRIVER_BYTES
 from frameshard.plan.model import read_model
-from frameshard.plan.plans import make_plan
+from frameshard.plan.plans import plan_workload
 from frameshard.plan.profile import Profile
 from frameshard.plan.workload import Workload
 from frameshard.wire.engine import Done, EngineConfig, JobEvent, Submit
@@ -98,10 +98,10 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     """The gain that a profile predicts: for all answers of a set together, and for the answer with the least gain."""
     dialogue = json.loads(DIALOGUE.read_text())
     model, profile = read_model(resolve(args.model)), Profile.from_json(Path(args.profile).read_text())
-    fixed = estimate_fixed(model, profile.device, Workload(1024, n_ubatch=args.ubatch), DRIVER_BYTES)
+    workload = Workload(1024, n_ubatch=args.ubatch)
     budgets = []
     for budget in args.vram_budget:
-        plan = make_plan(model, profile, budget_bytes=budget, fixed_bytes=fixed, n_ubatch=args.ubatch)
+        plan = plan_workload(model, profile, budget, workload, DRIVER_BYTES)
         took = {n: plan.predicted_decode_s(1, n) for n in LENGTHS}
         row: dict[str, Any] = {
             "budget_mb": round(budget / MIB),

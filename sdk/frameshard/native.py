@@ -28,7 +28,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-INTERFACE_VERSION = 6
+INTERFACE_VERSION = 7
 
 
 class _Config(ctypes.Structure):
@@ -73,11 +73,14 @@ class Stats:
     used_bytes: int
     peak_bytes: int
     overhead_bytes: int
+    pool_bytes: int
     buffers_bytes: int
     kv_bytes: int
     graph_bytes: int
     least_graph_bytes: int
     most_graph_bytes: int
+    floor_graph_bytes: int
+    refused_graph_bytes: int
     kv_host_bytes: int
     core_bytes: int
     arena_bytes: int
@@ -116,6 +119,7 @@ class Stats:
     disk_read_bytes: int
     disk_waited_s: float
     disk_expert_reads: int
+    lacks_workspaces: bool
     host_mapped: bool
 
 
@@ -382,6 +386,7 @@ class Layout:
     full_bytes: int
     weights_beside_kv_bytes: int
     expert_slots_passing: int
+    pool_share: float
     slabs: NDArray[np.int64] = dataclasses.field(repr=False)
     piece_weights: NDArray[np.int64] = dataclasses.field(repr=False)
     piece_shards: NDArray[np.int64] = dataclasses.field(repr=False)
@@ -463,6 +468,7 @@ class _Layout(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in _LAYOUT_SIZES[1:-1]),
         ("expert_slots_passing", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("pool_share", ctypes.c_double),
         ("n_slabs", ctypes.c_size_t),
         ("n_pieces", ctypes.c_size_t),
     )
@@ -538,6 +544,7 @@ def lay_out(
     columns = {name: pieces[name].astype(np.int64) for name in ("weight", "shard", "slab", "padded_bytes")}
     return Layout(
         **{name: getattr(raw, name) for name in _LAYOUT_SIZES},
+        pool_share=raw.pool_share,
         slabs=slabs,
         piece_weights=columns["weight"],
         piece_shards=columns["shard"],
@@ -692,6 +699,15 @@ class ShardDevice:
         :raises OutOfMemory: the inner device refuses the memory.
         """
         self._check(self._lib.fsd_commit())
+
+    def set_floor_graphs(self, n_bytes: int) -> None:
+        """Sets how many bytes of llama.cpp's compute buffers the floor has room for. Larger graphs run while the budget
+        has room for them. Call it once the context exists."""
+        self._check(self._lib.fsd_set_floor_graphs(ctypes.c_uint64(n_bytes)))
+
+    def end_graph(self) -> None:
+        """Call it after each decode, once its results were read: a smaller budget may wait for that."""
+        self._check(self._lib.fsd_end_graph())
 
     def park(self) -> None:
         """Frees all VRAM except for the driver's own. The KV cache moves to host memory. No decode may run before
@@ -876,8 +892,8 @@ class ShardDevice:
         if self._lib.fsd_get_stats(ctypes.byref(raw)) != 0:
             raise errors.VersionMismatch("the shard device library and this package do not belong together: reinstall")
         values = {f.name: getattr(raw, f.name) for f in dataclasses.fields(Stats)}
-        found = {"host_weights": HostPath(values["host_weights"]), "host_mapped": bool(values["host_mapped"])}
-        return Stats(**{**values, **found})
+        flags = {name: bool(values[name]) for name in ("lacks_workspaces", "host_mapped")}
+        return Stats(**{**values, **flags, "host_weights": HostPath(values["host_weights"])})
 
     def reset_peak(self) -> None:
         """Resets ``peak_bytes`` to the bytes in use."""

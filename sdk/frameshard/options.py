@@ -27,8 +27,8 @@ class LaunchOptions(TypedDict, total=False):
     in the context. By default 4096."""
     n_ubatch: int
     """Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each graph,
-    and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at most a quarter
-    higher than with 512; in mode `stream_only` it is 512. By default 0."""
+    and its buffers take VRAM while it runs. 0: what is best at each budget, and the floor has room for 256 tokens; in
+    mode `stream_only` 512. Any other value holds at every budget, and the floor has room for it. By default 0."""
     n_parallel: int
     """Number of jobs that run at once, each in its own context. By default 4."""
     n_threads: int

@@ -13,14 +13,15 @@ RUN = """
 import json, sys
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
-from frameshard.plan.memory import estimate_fixed
+from frameshard.plan.memory import estimate_steps, fixed_vram
 from frameshard.plan.layout import lay_out
 from frameshard.plan.model import read_model
 from frameshard.plan.workload import Workload
 
 path = sys.argv[1]
 model = read_model(path)
-fixed, ring = estimate_fixed(model, "emulated", Workload(256, n_ubatch=64)), lay_out(model, "emulated").min_ring_bytes
+fixed = fixed_vram(model, "emulated") + estimate_steps(model, "emulated", Workload(256, n_ubatch=64)).most_bytes
+ring = lay_out(model, "emulated").min_ring_bytes
 budget = fixed + 3 * ring
 config = EngineConfig(
     model=path, device="emulated:20", n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget,

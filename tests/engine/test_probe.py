@@ -102,7 +102,7 @@ from frameshard.wire.engine import EngineConfig
 probe._MEMORY_KIND = ("F16", 2048, 2048)  # a smaller one, to be quick
 rates.Measurements = functools.partial(rates.Measurements, seconds=0.5)
 config = EngineConfig(model=sys.argv[1], device="emulated:1", n_ctx=256, n_parallel=1, n_threads=1)
-with Runtime.load(config, budgets=[1 << 40]) as runtime:
+with Runtime.load(config) as runtime:
     device, placement = runtime.device, runtime.placement
     placement.mode = "stream_only"
     device.set_budget(device.stats().floor_bytes)

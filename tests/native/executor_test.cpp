@@ -852,6 +852,47 @@ SCENARIO(abort_stops_a_graph_in_the_middle) {
     s.check_ledger();
 }
 
+// The floor has room for small graphs only, and a large one takes what the budget leaves.
+SCENARIO(a_budget_without_room_for_a_graph_ends_it) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 0.05;
+    Session s(config, {{900, 0}, {1, 900}}, 1024, 900);
+    fsd::device().inner.quirks.pool_share = 0.25;
+    CHECK(fsd_set_floor_graphs(stats().most_graph_bytes / 8) == FSD_OK);
+    s.commit();
+    CHECK(stats().floor_graph_bytes < stats().most_graph_bytes / 7);
+    std::vector<float> logits;
+    bool in_the_middle = false;
+    for (int tries = 0; !in_the_middle && tries < 100; tries++) {
+        CHECK(fsd_set_budget(s.full, 0) == FSD_OK);
+        const uint64_t begin = stats().steps;
+        std::thread host([&] {
+            while (stats().steps < begin + 2) {
+                std::this_thread::yield();
+            }
+            CHECK(fsd_set_budget(s.floor, 60) == FSD_OK);
+            CHECK(stats().used_bytes <= s.floor);
+        });
+        in_the_middle = s.net->decode(s.conversation[0], logits) == GGML_STATUS_ABORTED;
+        CHECK(fsd_end_graph() == FSD_OK); // a graph that has ended by itself gives its memory back now
+        host.join();
+    }
+    CHECK(in_the_middle && stats().graph_bytes == 0 && stats().pool_bytes == 0 && stats().lacks_workspaces);
+    CHECK(s.net->decode(s.conversation[0], logits) == GGML_STATUS_ALLOC_FAILED);
+    const fsd_stats refused = stats();
+    CHECK(refused.refused_graph_bytes > refused.floor_graph_bytes && refused.used_bytes <= s.floor);
+    const uint64_t room = s.floor + refused.refused_graph_bytes - refused.floor_graph_bytes;
+    const uint64_t pool = (refused.refused_graph_bytes - refused.floor_graph_bytes) / 4;
+    for (const uint64_t budget : {room + pool + 1024, s.full}) {
+        CHECK(fsd_set_budget(budget, 0) == FSD_OK && fsd_reset_peak() == FSD_OK);
+        s.check_conversation();
+        CHECK(fsd_end_graph() == FSD_OK && stats().refused_graph_bytes == 0 && stats().peak_bytes <= budget);
+        CHECK(stats().pool_bytes > 0 && stats().pool_bytes <= pool + 1024 && !stats().lacks_workspaces);
+    }
+    CHECK(fsd_set_budget(room + pool - 1024, 0) == FSD_OK);
+    CHECK(s.net->decode(s.conversation[0], logits) == GGML_STATUS_ALLOC_FAILED);
+}
+
 // Copies run ahead of the next graph. After the model is freed, they must not read from the unmapped file.
 SCENARIO(a_model_can_go_while_copies_are_under_way) {
     fsd_config config = config_of(0);

@@ -73,7 +73,7 @@ from collections import Counter
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 from frameshard.plan.model import read_model
-from frameshard.plan.memory import estimate_context, estimate_fixed
+from frameshard.plan.memory import estimate_context, estimate_steps, fixed_vram
 from frameshard.plan.layout import lay_out
 from frameshard.plan.workload import Workload
 
@@ -81,7 +81,8 @@ path, share = sys.argv[1], float(sys.argv[2])
 model = read_model(path)
 layout = lay_out(model, "emulated")
 workload = Workload(512, n_ubatch=64)
-fixed, context = estimate_fixed(model, "emulated", workload), estimate_context(model, "emulated", workload)
+fixed = fixed_vram(model, "emulated") + estimate_steps(model, "emulated", workload).most_bytes
+context = estimate_context(model, "emulated", workload)
 budget = fixed + context.used + layout.least_bytes + int(share * layout.arena_bytes)
 config = EngineConfig(
     model=path, device="emulated:20", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget

@@ -62,11 +62,11 @@ def test_a_few_cells(shapes: ModuleType, tmp_path: Path) -> None:
     shapes.write(shapes.SHAPES["minitron-8b-f16"], str(path), with_weights=False)
     profile = TOOLS.parent / "cli2-rtx-5070-ti-16gb.json"
     command = [sys.executable, "-m", "frameshard", "plan", "--model", str(path), "--profile", str(profile), "--json"]
-    command += ["--prompt", "4035", "--ctx", "4096", "--parallel", "1", "--ubatch", "auto", "--vram-budget", "4GiB"]
+    command += ["--prompt", "4035", "--ctx", "4096", "--parallel", "1", "--vram-budget", "4GiB"]
     plan = document(command)
     (planned,) = plan["rows"]
     same = rows[1]["spec_sheet"]
-    assert plan["ubatch"] == same["ubatch"]
+    assert planned["ubatch"] == same["ubatch"]
     assert planned["predicted_ttft_s"] == pytest.approx(same["ttft_s"])
     assert planned["predicted_decode_tps"] == pytest.approx(same["tps"])
 

@@ -11,8 +11,8 @@ import pytest
 from frameshard.errors import BudgetBelowFloor
 from frameshard.plan.memory import DRIVER_BYTES
 from frameshard.plan.model import Model, read_model
+from frameshard.plan.plans import plan_workload
 from frameshard.plan.profile import load
-from frameshard.plan.ubatch import plan_workload
 from frameshard.plan.workload import Workload
 
 TOOLS = Path(__file__).parents[2] / "profiles" / "tools"
@@ -44,10 +44,10 @@ def test_more_vram_is_not_slower(name: str, profile: str, n_ctx: int, synth_gguf
     synth_gguf.write(synth_gguf.SHAPES[name], str(tmp_path / "model.gguf"), with_weights=False)
     model, rates = read_model(tmp_path / "model.gguf"), load(profile)
     routing = skewed(model) if model.n_expert else ()
-    found = []
+    workload, found = Workload(n_ctx + 128, n_ctx, n_ubatch=0), []
     for mib in range(1024, 13 * 1024, 1024):
         try:
-            plan = plan_workload(model, rates, mib << 20, Workload(n_ctx + 128, n_ctx), DRIVER_BYTES, routing)
+            plan = plan_workload(model, rates, mib << 20, workload, DRIVER_BYTES, routing)
         except BudgetBelowFloor:
             continue
         ttft_s, decode_s = plan.predicted_ttft(n_ctx), plan.predicted_decode_s()

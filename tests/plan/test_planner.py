@@ -18,12 +18,12 @@ from frameshard.plan.costs import Conditions, Costs, Graph
 from frameshard.plan.header import Tensor
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.layout import Layout, lay_out
-from frameshard.plan.memory import DRIVER_BYTES, Context, estimate_context, estimate_fixed
+from frameshard.plan.memory import DRIVER_BYTES, Context, estimate_context, estimate_steps, fixed_vram
 from frameshard.plan.model import Model, Shard, read_model
-from frameshard.plan.plans import Mode, Plan, make_plan
+from frameshard.plan.plans import Mode, Plan, make_plan, plan_workload
 from frameshard.plan.profile import Profile
 from frameshard.plan.roofline import least_seconds
-from frameshard.plan.ubatch import choose_launch_ubatch, choose_ubatch
+from frameshard.plan.steps import Steps
 from frameshard.plan.workload import Workload
 from work import count_calls
 
@@ -356,44 +356,48 @@ def test_figures_of_an_8b_model_beside_an_h100() -> None:
         assert plan.static_ttft(1024) == pytest.approx({2: 1.57, 4: 1.41, 8: 0.97, 12: 0.56}[gib], rel=0.2)
 
 
-def test_the_ubatch_grows_with_the_prompt() -> None:
-    model = dense()
+def test_each_budget_has_its_own_step() -> None:
+    """Streamed weights are copied once for each step: steps are as large as it takes to hide that, or as fits."""
+    model, workload = dense(), Workload(8256, 8192, n_ubatch=0)
+    steps = estimate_steps(model, "CUDA0", workload)
+    assert [size for size, _ in steps.sizes] == [256, 512, 1024, 2048, 4096]
 
-    def chosen(gib: int, n_prompt: int) -> int:
-        return choose_ubatch(model, H100, [gib << 30], Workload(n_prompt + 64, n_prompt))
+    def plan(budget_bytes: int) -> Plan:
+        return plan_workload(model, H100, budget_bytes, workload, DRIVER_BYTES)
 
-    assert chosen(8, 100) == 256
-    assert chosen(8, 1024) == 1024
-    assert chosen(2, 8192) == 8192
-    assert chosen(12, 8192) == 4096  # more is resident, so larger graphs save less
-    assert choose_ubatch(model, H100, [8 << 30, 12 << 30], Workload(8256, 8192)) == 8192
+    full, floor = plan(0), plan(0).floor_bytes
+    assert plan(floor).n_ubatch <= 256
+    assert plan(2 << 30).n_ubatch == 4096
+    assert full.n_ubatch < plan(12 << 30).n_ubatch  # nothing is copied, so that a small step does as well
+    for more in (128 << 20, 512 << 20):
+        at = plan(floor + more)
+        assert steps.n_bytes(at.n_ubatch) - steps.floor_bytes <= more
+        assert at.predicted_ttft(8192) < plan(floor).predicted_ttft(8192)
     with pytest.raises(BudgetBelowFloor):
-        choose_ubatch(model, H100, [64 << 20], Workload(8256, 8192))
+        plan(floor - 1)
 
 
-def test_a_launch_chooses_the_ubatch_by_the_floor() -> None:
-    """It is the same at every budget that has room for it, so the floor is, too."""
+def test_the_floor_has_room_for_small_steps_only() -> None:
+    """So it is far below that of a launch with large steps, and hardly depends on the context."""
     model = dense()
-    least = lay_out(model, "CUDA0").least_bytes
 
-    def floor(n_ctx: int, n_ubatch: int) -> int:
+    def floor(n_ctx: int, n_ubatch: int = 0) -> int:
         workload = Workload(n_ctx, n_parallel=4, n_ubatch=n_ubatch)
-        fixed = estimate_fixed(model, "CUDA0", workload, DRIVER_BYTES)
-        return fixed + estimate_context(model, "CUDA0", workload).window + least
+        return plan_workload(model, H100, 0, workload, DRIVER_BYTES).floor_bytes
 
-    def launched(budget_bytes: int, n_ctx: int = 4096) -> int:
-        workload = Workload(n_ctx, n_parallel=4)
-        return choose_launch_ubatch(model, "CUDA0", workload, budget_bytes, overhead_bytes=DRIVER_BYTES)
+    assert floor(4096) == floor(4096, 256) < floor(4096, 512) < floor(4096, 4096)
+    assert floor(768) <= floor(4096)
+    large = estimate_steps(model, "CUDA0", Workload(1 << 17, n_ubatch=0))
+    assert large.most_tokens == 1024  # larger ones would take much host memory for their masks
 
-    chosen = launched(0)
-    assert chosen > 512
-    assert floor(4096, chosen) <= 1.25 * floor(4096, 512) < floor(4096, 2 * chosen)
-    assert [launched(gib << 30) for gib in (2, 4, 8)] == [chosen] * 3
-    assert launched(floor(4096, chosen)) == chosen > launched(floor(4096, chosen) - 1)
-    assert launched(1 << 20) == 512  # the device says that the budget is below the floor
-    assert launched(0, n_ctx=768) == 512  # no prompt is longer than the context
-    # Without a driver the floor is hardly more than these buffers.
-    assert choose_launch_ubatch(model, "emulated", Workload(4096, n_parallel=4), 0) < chosen
+
+def test_a_prompt_takes_vram_for_its_own_steps_only() -> None:
+    model, workload = dense(), Workload(8256, 8192, n_ubatch=0)
+    plan = plan_workload(model, H100, 4 << 30, workload, DRIVER_BYTES)
+    small = plan_workload(model, H100, 4 << 30, Workload(8256, 8192, n_ubatch=256), DRIVER_BYTES)
+    assert plan.n_ubatch == 4096
+    assert plan.predicted_ttft(256) == pytest.approx(small.predicted_ttft(256), rel=0.01)
+    assert plan.predicted_ttft(8192) < small.predicted_ttft(8192) / 8
 
 
 def test_a_plan_is_little_work() -> None:
@@ -412,8 +416,9 @@ def test_a_plan_is_little_work() -> None:
 
 def test_summary_is_plain(model_path: Path) -> None:
     model = read_model(model_path)
-    fixed = estimate_fixed(model, "emulated", Workload(512, n_parallel=2, n_ubatch=256))
-    summary = make_plan(model, H100, budget_bytes=80 << 20, fixed_bytes=fixed).summary(256)
+    steps = estimate_steps(model, "emulated", Workload(512, n_parallel=2, n_ubatch=256))
+    fixed = fixed_vram(model, "emulated")
+    summary = make_plan(model, H100, budget_bytes=80 << 20, fixed_bytes=fixed, steps=steps).summary(256)
     assert summary["budget_bytes"] == 80 << 20
     tiers = summary["tiers"]
     assert isinstance(tiers, list)
@@ -456,11 +461,12 @@ def test_an_answer_waits_for_the_vram_of_the_prompt() -> None:
 
     def plan(budget_bytes: int, n_used: int, prompt_bytes: int = prompt_bytes) -> Plan:
         context = estimate_context(model, "CUDA0", Workload(n_used, n_used))
-        fixed = {"fixed_bytes": (600 << 20) + prompt_bytes, "prompt_bytes": prompt_bytes, "context": context}
+        steps = Steps(0, prompt_bytes, ((2048, prompt_bytes),))
+        fixed = {"fixed_bytes": 600 << 20, "steps": steps, "context": context}
         return make_plan(model, H100, budget_bytes=budget_bytes, n_ctx_used=n_used, n_ubatch=2048, **fixed)
 
     def waits_s(plan: Plan, n_generate: int) -> float:
-        return n_generate / plan.predicted_answer_tps(n_generate) - n_generate * plan.predicted_decode_s()
+        return n_generate / plan.predicted_answer_tps(2048, n_generate) - n_generate * plan.predicted_decode_s()
 
     for displaced in (plan(8 << 30, 1024), plan(3 << 30, 1 << 14)):  # weights; mostly keys and values
         back_s = waits_s(displaced, 4) - waits_s(plan(24 << 30, 1024), 4)
@@ -513,14 +519,14 @@ def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[
     for path in (model_path, tiny_model("mamba2"), tiny_model("gemma4"), tiny_model("deepseek2")):
         model = read_model(path)
         workloads = [Workload(n_ctx, 100, n_parallel=4, n_ubatch=256) for n_ctx in (256, 512, 1024)]
-        sizes = [estimate_fixed(model, "emulated", each) for each in workloads]
+        sizes = [estimate_steps(model, "emulated", each).most_bytes for each in workloads]
         assert sizes == sorted(sizes if model.arch == "mamba2" else set(sizes))  # recurrent: one size
         contexts = [estimate_context(model, "emulated", each) for each in workloads]
         assert len({context.used for context in contexts}) == 1
         for less, more in itertools.pairwise([Context(), *contexts]):
             assert (less.whole, less.window) <= (more.whole, more.window)
             assert more.window <= more.whole
-        assert estimate_fixed(model, "emulated", workloads[0], 7) == sizes[0] + 7
+        assert fixed_vram(model, "emulated", 7) == fixed_vram(model, "emulated") + 7
 
 
 def test_verifying_drafts_costs_little_without_experts_and_much_with_cold_ones() -> None:

@@ -140,8 +140,9 @@ typedef struct fs_launch_options {
     /* Number of jobs that run at once, each in its own context. Range 1..64. Default 4. */
     uint32_t n_parallel;
     /* Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each
-       graph, and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at
-       most a quarter higher than with 512; in mode `stream_only` it is 512. Range 0..65536 tokens. Default 0. */
+       graph, and its buffers take VRAM while it runs. 0: what is best at each budget, and the floor has room for
+       256 tokens; in mode `stream_only` 512. Any other value holds at every budget, and the floor has room for it.
+       Range 0..65536 tokens. Default 0. */
     uint32_t n_ubatch;
     /* Number of CPU threads; 0: half of the CPUs. Range 0..1024. Default 0. */
     uint32_t n_threads;

@@ -94,7 +94,6 @@ class Server:
             end_engine_if_asked=self._end_engine_if_asked,
             predicted=self._predicted,
         )
-        self._n_ubatch = config.n_ubatch
         self._device = config.device
         self._announce: Callable[[], None] | None = None
         self._deadline = trio.Event()
@@ -286,9 +285,7 @@ class Server:
     # ---- engine (called by the supervisor) --------------------------------------------------------------------------
 
     def engine_ready(self, ready: em.Ready) -> None:
-        # Later engines use what the first one has chosen: the size, so that they prefill conversations in the same
-        # chunks, and the device, because the host may have taken memory of it since.
-        self._n_ubatch = self._n_ubatch or ready.n_ubatch
+        # Later engines use the device that the first one has chosen: the host may have taken memory of it since.
         first = self._requests.model or ready.model
         if self._config.device == "auto":
             self._device = first.device
@@ -357,7 +354,6 @@ class Server:
         options.update(
             vram_budget_bytes=self._lease.engine_load_bytes(),
             host_budget_bytes=self._lease.engine_load_host_bytes(),
-            n_ubatch=self._n_ubatch,
             device=self._device,
             adapters=adapters,
         )

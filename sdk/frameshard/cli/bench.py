@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--ctx", type=common.positive, metavar="N", help="context of each sequence in tokens (what the rows need)"
     )
-    common.add_ubatch_arg(parser, auto=True)
+    common.add_ubatch_arg(parser)
     common.add_kv_type_arg(parser)
     parser.add_argument("--repeat", type=common.positive, default=3, metavar="N", help="runs of each row (3)")
     parser.add_argument("--stream-only", action="store_true", help="compute nothing on the CPU")
@@ -87,6 +87,7 @@ class _Row:
     """The measurements at one budget. A budget of ``None`` is llama.cpp without the shard device."""
 
     budget: int | None
+    ubatch: int = 0
     ttft: list[float] = field(default_factory=list)
     decode_tps: list[float] = field(default_factory=list)
     ledger_peak: int = 0
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         model=str(models.resolve(args.model)),
         device=device,
         n_ctx=args.ctx or needed,
-        n_ubatch=max(args.ubatch, args.parallel) if args.ubatch > 0 else 0,
+        n_ubatch=max(args.ubatch, args.parallel) if args.ubatch else 0,
         n_parallel=args.parallel,
         n_threads=args.threads,
         mode="stream_only" if args.stream_only else "planned",
@@ -128,17 +129,14 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, object] = {"model": args.model, "device": device, "threads": args.threads}
     result["kv_type"] = args.kv_type
     n_rows = 1 if device == "cpu" else len(args.vram_budget.split(","))
-    for_prompts = args.ubatch == common.UBATCH_FOR_PROMPTS
     n_theirs = len(comparison.allowances(args)) if args.vs else 0
     n_steps = n_rows * (n_theirs + args.repeat * (1 + n_theirs))
     with (
         progress.steps(n_steps) as steps,
-        common.load_within(config, args.vram_budget, n_prompt=args.prompt * for_prompts) as runtime,
+        common.load_within(config, args.vram_budget) as runtime,
     ):
-        workload = Workload(
-            runtime.n_ctx_seq, args.prompt, args.generate, args.parallel, runtime.config.n_ubatch, args.kv_type
-        )
-        result |= {key: getattr(workload, f"n_{key}") for key in ("prompt", "generate", "parallel", "ubatch")}
+        workload = Workload(runtime.n_ctx_seq, args.prompt, args.generate, args.parallel, config.n_ubatch, args.kv_type)
+        result |= {key: getattr(workload, f"n_{key}") for key in ("prompt", "generate", "parallel")}
         result |= {"repeat": args.repeat, "ctx": workload.n_ctx}
         if runtime.device is not None:
             result["floor_mb"] = round(runtime.device.stats().floor_bytes / MIB, 3)
@@ -212,6 +210,7 @@ def _fill(row: _Row, runtime: Runtime, workload: Workload) -> None:
     placement.replan()
     while placement.fill():
         pass
+    row.ubatch = placement.step
     # The same plan as the engine's, but for the context in the middle of the answer.
     row.plan = placement.plan_for(row.budget, workload.n_prompt + workload.n_generate // 2, workload.n_parallel)
 
@@ -285,7 +284,7 @@ def _read(runtime: Runtime, parallel: int, tokens: list[int]) -> None:
     for seq in range(parallel):
         runtime.clear(seq)
     # Several prompts share a graph if they fit, so streamed weights are copied once for all of them.
-    together = max(1, runtime.n_ubatch // len(tokens))
+    together = max(1, runtime.step // len(tokens))
     for first in range(0, parallel, together):
         seqs = range(first, min(first + together, parallel))
         if len(seqs) == 1:
@@ -324,7 +323,7 @@ def _windows(runtime: Runtime, workload: Workload, *, any_tokens: bool) -> dict[
     what = "one token" if workload.n_parallel == 1 else f"one token of each of {workload.n_parallel} sequences"
     decode = figures.Window(what, runtime.device.stop_trace(), at[1], at[2])
     runtime.device.start_trace()
-    part = tokens[: workload.n_ubatch]
+    part = tokens[: runtime.step]
     for _ in range(2):
         runtime.clear(0)
         at.append(time.perf_counter())
@@ -338,6 +337,7 @@ def _document(row: _Row, workload: Workload) -> dict[str, Any]:
     ttft, decode = statistics.median(row.ttft), statistics.median(row.decode_tps)
     document: dict[str, Any] = {
         "budget_mb": None if row.budget is None else round(row.budget / MIB, 3),
+        "ubatch": row.ubatch or workload.n_ubatch,
         "ttft_s": ttft,
         "prefill_tps": workload.n_prompt * workload.n_parallel / ttft,
         "decode_tps": decode,
@@ -346,11 +346,12 @@ def _document(row: _Row, workload: Workload) -> dict[str, Any]:
         "runs": {"ttft_s": row.ttft, "decode_tps": row.decode_tps},
     }
     if row.plan is not None:
+        answers = (workload.n_prompt, workload.n_generate, workload.n_parallel)
         document |= {
             "prefill_copied_mb": round(row.copied / MIB, 3),
             "experts_a_step": row.experts,  # per decode, in layers that are not resident
             "predicted_ttft_s": row.plan.predicted_ttft(workload.n_prompt, workload.n_parallel),
-            "predicted_decode_tps": row.plan.predicted_answer_tps(workload.n_generate, workload.n_parallel),
+            "predicted_decode_tps": row.plan.predicted_answer_tps(*answers),
             "bound_ttft_s": row.plan.bound_ttft(workload.n_prompt, workload.n_parallel),
             "bound_decode_tps": row.plan.bound_decode_tps(workload.n_parallel),
             "plan": row.plan.summary(workload.n_prompt, workload.n_parallel),
@@ -372,7 +373,7 @@ def _print(result: dict[str, Any], rows: list[_Row], *, markdown: bool) -> None:
     print(
         common.wrapped(
             f"{result['model']} on {result['device']}, {result['threads']} CPU threads: prompts of {result['prompt']} "
-            f"tokens by {result['ubatch']}, {result['generate']} decoded, {result['parallel']} at once in contexts of "
+            f"tokens, {result['generate']} decoded, {result['parallel']} at once in contexts of "
             f"{result['ctx']}, keys and values as {result['kv_type']}; medians of {result['repeat']}"
             + ("; llama.cpp's whole process is held to the budget" if result.get("equal_vram") else "")
             + (f"; the floor is {math.ceil(result['floor_mb'])} MiB" if "floor_mb" in result else "")

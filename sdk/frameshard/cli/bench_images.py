@@ -42,6 +42,7 @@ class _Row:
     ttft: list[float] = field(default_factory=list)
     latency: list[float] = field(default_factory=list)
     image_tokens: int = 0
+    ubatch: int = 0
     ledger_peak: int = 0
     nvml_peak: int | None = None
     error: str | None = None
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         mmproj=str(models.resolve(mmproj)),
         device=device,
         n_ctx=CONTEXT + args.generate,
-        n_ubatch=max(args.ubatch, 0),
+        n_ubatch=args.ubatch,
         n_parallel=1,
         n_threads=args.threads,
         mode="stream_only" if args.stream_only else "planned",
@@ -88,13 +89,12 @@ def run(args: argparse.Namespace) -> int:
     )
     result: dict[str, Any] = {"model": args.model, "mmproj": str(mmproj), "device": config.device}
     seeds = iter(range(10**6))
-    n_prompt = CONTEXT if args.ubatch == common.UBATCH_FOR_PROMPTS else 0
     n_rows = len(args.image) * (1 if device == "cpu" else len(args.vram_budget.split(",")))
     with (
         progress.steps(args.repeat * n_rows * (2 if args.vs else 1)) as steps,
-        common.load_within(config, args.vram_budget, n_prompt=n_prompt) as runtime,
+        common.load_within(config, args.vram_budget) as runtime,
     ):
-        result |= {"generate": args.generate, "ubatch": runtime.config.n_ubatch, "repeat": args.repeat}
+        result |= {"generate": args.generate, "repeat": args.repeat}
         vision = Vision(runtime, config.mmproj)
         rows = [_Row(image, budget) for image in args.image for budget in common.budgets_of(args.vram_budget, runtime)]
         for _ in range(args.repeat):
@@ -139,6 +139,7 @@ def _measure(row: _Row, runtime: Runtime, vision: Vision, seeds: Iterator[int], 
         while runtime.placement.fill():
             pass
         device.reset_peak()
+    row.ubatch = runtime.step
     image = noise(next(seeds), *row.image)
     runtime.clear(0)
     with Sampler(runtime.observer) as nvml:
@@ -236,6 +237,7 @@ def _document(row: _Row) -> dict[str, Any]:
         names = ("encode", "prefill", "ttft", "latency")
         document |= {f"{name}_s": statistics.median(getattr(row, name)) for name in names}
         document |= {
+            "ubatch": row.ubatch,
             "image_tokens": row.image_tokens,
             "peak_vram_mb": round(row.ledger_peak / MIB, 3),
             "peak_nvml_mb": None if row.nvml_peak is None else round(row.nvml_peak / MIB, 3),

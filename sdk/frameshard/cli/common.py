@@ -61,7 +61,7 @@ def sizes_of(text: str) -> list[int]:
     return [parse_size(word) for word in words if word not in ("floor", "full")] or [0]
 
 
-def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Runtime:
+def load_within(config: EngineConfig, budgets: str) -> Runtime:
     """Loads a model within the largest budget of the list ``budgets``. If ``floor`` is the only one, no weights become
     resident. Raises the errors of ``Runtime.load`` too.
 
@@ -72,12 +72,8 @@ def load_within(config: EngineConfig, budgets: str, *, n_prompt: int = 0) -> Run
 
     try_files(config.model, config.mmproj)
     named, sizes = {part.strip() for part in budgets.split(",")}, sizes_of(budgets)
-    return Runtime.load(
-        replace(config, vram_budget_bytes=0 if "full" in named else max(sizes)),
-        budgets=sizes,
-        n_prompt=n_prompt,
-        fill=named != {"floor"},
-    )
+    config = replace(config, vram_budget_bytes=0 if "full" in named else max(sizes))
+    return Runtime.load(config, fill=named != {"floor"})
 
 
 def budgets_of(text: str, runtime: Runtime) -> Iterator[int | None]:
@@ -147,15 +143,6 @@ def rate(text: str) -> float:
     return value
 
 
-UBATCH_FOR_PROMPTS = -1
-"""The value of ``--ubatch auto``."""
-
-
-def ubatch(text: str) -> int:
-    """The type of a ``--ubatch`` that may be ``auto``."""
-    return UBATCH_FOR_PROMPTS if text == "auto" else positive(text)
-
-
 def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds ``--model --device --threads --json``."""
     parser.add_argument(
@@ -178,14 +165,11 @@ def add_json_arg(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
 
 
-def add_context_args(parser: argparse.ArgumentParser, *, auto_ubatch: bool = False) -> None:
-    """Adds ``--ctx --parallel --ubatch --kv-type``.
-
-    :param auto_ubatch: as for :func:`add_ubatch_arg`.
-    """
+def add_context_args(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--ctx --parallel --ubatch --kv-type``."""
     parser.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context of each job in tokens (4096)")
     parser.add_argument("--parallel", type=positive, default=4, metavar="N", help="jobs that run at once (4)")
-    add_ubatch_arg(parser, auto=auto_ubatch)
+    add_ubatch_arg(parser)
     add_kv_type_arg(parser)
 
 
@@ -200,18 +184,14 @@ def add_adapter_arg(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_ubatch_arg(parser: argparse.ArgumentParser, *, auto: bool) -> None:
-    """Adds ``--ubatch``; its value is 0 if it is not given.
-
-    :param auto: also take ``auto``, which becomes :data:`UBATCH_FOR_PROMPTS`.
-    """
-    about = "prompt tokens computed at once (as many as raise the floor by a quarter at most)"
+def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--ubatch``; its value is 0 if it is not given."""
     parser.add_argument(
         "--ubatch",
-        type=ubatch if auto else positive,
+        type=positive,
         default=0,
-        metavar="N|auto" if auto else "N",
-        help=f"{about}; auto: with what prompts take least at the budgets given" if auto else about,
+        metavar="N",
+        help="prompt tokens computed at once, at every budget (what is best at each)",
     )
 
 

@@ -7,14 +7,13 @@ budget below the floor is marked in the table; if all budgets are below it, that
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from . import common, figures, progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from frameshard.plan.model import Model
     from frameshard.plan.plans import Plan
@@ -36,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "here. A budget below the floor is listed as such; exit status 2 if all are.",
     )
     common.add_model_args(parser)
-    common.add_context_args(parser, auto_ubatch=True)
+    common.add_context_args(parser)
     parser.add_argument(
         "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
     )
@@ -115,7 +114,7 @@ class _Forecast:
 
     def __init__(self, args: argparse.Namespace, model: Model, profile: Profile) -> None:
         from frameshard import native
-        from frameshard.plan import corrections, memory, plans, routing, ubatch
+        from frameshard.plan import corrections, memory, plans, routing
         from frameshard.plan.adapter import read_adapter, vram_bytes
         from frameshard.plan.workload import Workload
         from frameshard.wire.launch import adapter_of
@@ -129,35 +128,23 @@ class _Forecast:
         overhead = 0 if self.device == native.EMULATED else memory.DRIVER_BYTES
         files = [read_adapter(path, model) for _, path in map(adapter_of, args.adapter)]
         shares = routing.recall(model)
-        workload = Workload(args.ctx, args.prompt, n_parallel=args.parallel, kv_type=args.kv_type)
-        held = overhead + sum(file.n_bytes for file in files)
-        budgets = common.sizes_of(args.vram_budget)
-        if args.ubatch == common.UBATCH_FOR_PROMPTS:
-            choose = partial(
-                ubatch.choose_ubatch, model, profile, workload=workload, overhead_bytes=held, routing=shares
-            )
-            self.n_ubatch = _choose_ubatch(choose, budgets)
-        else:
-            self.n_ubatch = args.ubatch or ubatch.choose_launch_ubatch(
-                model, self.device, workload, max(budgets), overhead_bytes=held
-            )
         self.n_used = min(args.prompt, args.ctx)
-        workload = replace(workload, n_prompt=self.n_used, n_ubatch=self.n_ubatch)
-        self.fixed = memory.estimate_fixed(model, self.device, workload, overhead)
-        self.fixed += vram_bytes(files, self.n_ubatch)
-        prompt_bytes = memory.estimate_prompt(model, self.device, workload)
+        workload = Workload(args.ctx, self.n_used, n_parallel=args.parallel, n_ubatch=args.ubatch, kv_type=args.kv_type)
+        steps = memory.estimate_steps(model, self.device, workload)
+        fixed = memory.fixed_vram(model, self.device, overhead) + vram_bytes(files, steps.sizes[0][0])
+        self.buffers = fixed + steps.floor_bytes
         self.context = memory.estimate_context(model, self.device, workload)
         self._corrections = corrections.NONE if args.profile else corrections.load(model, profile, "planned")
         self._plan = partial(
             plans.make_plan,
             model,
             profile,
-            fixed_bytes=self.fixed,
+            fixed_bytes=fixed,
             host_budget_bytes=args.host_budget,
-            prompt_bytes=prompt_bytes,
+            steps=steps,
             context=self.context,
             n_ctx_used=self.n_used,
-            n_ubatch=self.n_ubatch,
+            n_ubatch=args.ubatch,
             routing=shares,
             corrections=self._corrections,
         )
@@ -222,7 +209,6 @@ class _Forecast:
         return {
             "model": str(self.model.path),
             "device": self.device,
-            "ubatch": self.n_ubatch,
             "profile": self.profile.to_dict(),
             **bounds,
             "rows": rows,
@@ -233,26 +219,14 @@ class _Forecast:
         title = f"{model.path.name}: {model.arch}, {model.n_layer} layers, {common.format_size(model.file_bytes)}"
         bounds = (
             f"floor about {common.format_size(full.floor_bytes)}, everything resident from about "
-            f"{common.format_size(full.full_bytes)} ({common.format_size(self.fixed)} of it for buffers and "
+            f"{common.format_size(full.full_bytes)} ({common.format_size(self.buffers)} of it for buffers and "
             f"{common.format_size(self.context.whole)} for a full context of {self.n_ctx} tokens for each job; "
-            f"{common.format_size(self.context.used)} for {self.n_used} of them), prompts by {self.n_ubatch} tokens. "
+            f"{common.format_size(self.context.used)} for {self.n_used} of them). "
             "Estimated without loading: a launch says the exact figures, which are no larger."
         )
         if self._corrections.seen:
             bounds += " Times are corrected by what this model took here while it served."
         return f"{common.wrapped(f'{title}; on {self.where}')}\n{common.wrapped(bounds)}"
-
-
-def _choose_ubatch(choose: Callable[[Sequence[int]], int], budgets: Sequence[int]) -> int:
-    """Chooses ``n_ubatch`` for those of the budgets that have room for the smallest size."""
-    from frameshard.errors import BudgetBelowFloor
-    from frameshard.plan.ubatch import LEAST_UBATCH
-
-    try:
-        return choose(budgets)
-    except BudgetBelowFloor as error:
-        fitting = [budget for budget in budgets if budget >= int(str(error.detail["floor_bytes"]))]
-        return choose(fitting) if fitting else LEAST_UBATCH
 
 
 def _cells(plan: Plan | None, n_prompt: int) -> list[str]:

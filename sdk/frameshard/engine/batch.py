@@ -109,7 +109,7 @@ class Batcher:
         self._model_drafted = self._model_accepted = 0
         self._costs = StepCosts(runtime)
         self.chunk = runtime.n_ubatch
-        """The number of prompt tokens in one chunk. A change applies to jobs that start afterwards."""
+        """The most prompt tokens in one chunk. In stream-only mode a change applies to jobs that start afterwards."""
 
     # --- requests and figures -------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Batcher:
             if self._in_flight <= self._interrupted:
                 self._in_flight = frozenset()
                 return events
-        part = self._part(prefilling) if prefilling.prefilling else []
+        part = self._part(prefilling, at) if prefilling.prefilling else []
         batch: list[tuple[Job, list[int]]] = []
         outputs: list[int] = []
         failure: DecodeAborted | FrameshardError | None = None
@@ -243,7 +243,7 @@ class Batcher:
                 slot = job_slot(job)
                 if self._runtime.length(slot.seq) == 0:
                     slot.cut(0)
-                # An aborted job is about to be cancelled.
+                # An aborted job is about to be cancelled. A prompt goes on in steps that fit the budget.
                 if isinstance(failure, FrameshardError):
                     events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(failure))))
             return events
@@ -366,9 +366,10 @@ class Batcher:
             job.last_turn = self._set_turns
         return groups[self._set_in_turn]
 
-    def _part(self, prefilling: Job) -> list[int]:
-        """The next tokens of a prompt."""
-        at = len(job_slot(prefilling).tokens)
+    def _part(self, prefilling: Job, at: int) -> list[int]:
+        """The next tokens of a prompt, from index ``at`` on."""
+        if self._runtime.mode == "planned":  # the budget may have changed
+            prefilling.shapes = collections.deque(self._chunks(prefilling, at))
         kept, decoded = prefilling.shapes[0]
         tokens = prefilling.to_prefill[at : at + kept]
         # Rejected tokens change the bits by their number only, so copies of the last token stand for them.
@@ -378,7 +379,7 @@ class Batcher:
         """The last token of each job, and the number of drafted tokens that gives the most tokens per second."""
         n, runtime = len(generating), self._runtime
         left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in generating)
-        room = min(min(runtime.n_outputs_max, runtime.n_ubatch) // n, left)
+        room = min(min(runtime.n_outputs_max, runtime.step) // n, left)
         length, rate = 1, 0.0
         if any(job.lookup is not None and job.lookup.matched for job in generating):
             length, rate = best_length(
@@ -514,7 +515,7 @@ class Batcher:
                 n = job.pictures[at].n_tokens
             else:
                 next_picture = min((begin for begin in job.pictures if begin > at), default=len(job.to_prefill))
-                n = min(next_picture, at + self.chunk) - at
+                n = min(next_picture, at + min(self.chunk, self._runtime.step)) - at
             shapes.append((n, n))
             at += n
         return shapes

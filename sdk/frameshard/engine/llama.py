@@ -46,6 +46,11 @@ class DecodeAborted(Exception):
     :meth:`Runtime.length` tells."""
 
 
+class StepTooLarge(DecodeAborted):
+    """The budget has no room for a graph of so many tokens, or no more: decode at most :attr:`Runtime.step` of them.
+    The sequences are as after :class:`DecodeAborted`."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """A part of a decode batch.
@@ -175,6 +180,11 @@ class Llama:
         """The most tokens of one decode."""
         self.n_outputs_max = n_outputs_max
         self._make_batch()
+
+    def free_context(self) -> None:
+        """Frees the context, so that another can be made."""
+        llama_cpp.llama_free(self._context)
+        self._context = None
 
     def _make_batch(self) -> None:
         n = self.n_ubatch
@@ -312,8 +322,7 @@ class Llama:
     def close(self) -> None:
         """Frees the context, then the model. Safe to call twice."""
         if self._context:
-            llama_cpp.llama_free(self._context)
-            self._context = None
+            self.free_context()
         if self._model:
             llama_cpp.llama_model_free(self._model)
             self._model = None

@@ -16,6 +16,8 @@ _OF_ABORTS = (  # not logged: llama.cpp logs these as errors when frameshard sto
     "removing memory module entries",
     "failed to decode, ret = 2",
 )
+# Not logged: a decode for which the budget has no room. It is made again in smaller steps, or its error says this.
+_OF_REFUSALS = ("failed with error -2", "compute status: -2", "failed to decode, ret = -2")
 _errors: collections.deque[str] = collections.deque(maxlen=3)
 
 
@@ -24,7 +26,8 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
         line = text.decode("utf-8", "replace").strip()
         if any(part in line for part in _OF_ABORTS):
             return
-        logger.log(_LEVELS[level], "%s", line)
+        if not any(part in line for part in _OF_REFUSALS):
+            logger.log(_LEVELS[level], "%s", line)
         if level == 4:
             _errors.append(line)
 

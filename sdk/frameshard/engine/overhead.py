@@ -68,10 +68,15 @@ class DriverOverhead:
         :raises BudgetBelowFloor: with this overhead the budget is below the floor.
         """
         used = self._observer.used() if self._observer is not None else None
-        if used is not None:
-            stats = self._device.stats()
-            self._device.set_overhead(max(0, used - (stats.used_bytes - stats.overhead_bytes)) + DRIVER_MARGIN)
-            self._meter.clear()
+        if used is None:
+            return
+        stats = self._device.stats()
+        held = max(0, used - (stats.used_bytes - stats.overhead_bytes)) + DRIVER_MARGIN
+        counted = stats.overhead_bytes - stats.pool_bytes
+        # A prompt has left up to pool_bytes behind, or what it needs was freed.
+        overhead = min(max(counted, held - stats.pool_bytes), held)
+        self._device.set_overhead(max(counted, overhead) if stats.lacks_workspaces else overhead)
+        self._meter.clear()
 
     def follow(self) -> None:
         """Raises the overhead if the driver has taken more VRAM since :meth:`measure`. Call it between decodes; it
@@ -90,6 +95,6 @@ class DriverOverhead:
         logger.info("the driver holds %d MiB now", (overhead - DRIVER_MARGIN) >> 20)
         self._meter.clear()
         try:
-            self._device.set_overhead(overhead)
+            self._device.set_overhead(overhead - after.pool_bytes)
         except BudgetBelowFloor as error:
             logger.warning("%s", error)

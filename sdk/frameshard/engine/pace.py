@@ -13,6 +13,7 @@ from frameshard.native import Pacing
 
 MIN_CHUNK = 32
 """The fewest prompt tokens of one decode, also when the host's frames take too long."""
+_FIRST_CHUNK = 512  # the prompt tokens of one decode when the host begins to draw frames
 
 
 class Pace:
@@ -22,6 +23,7 @@ class Pace:
         self.due_at = 0.0
         """The time at which the next decode may start, in seconds of the monotonic clock."""
         self._target = 0.0
+        self._pacing = False
 
     def set_target(self, tokens_per_second: float) -> None:
         """Limits the rate of all jobs together; 0 is no limit. The next decode may start at once."""
@@ -44,6 +46,9 @@ class Pace:
         assert runtime.device is not None
         assert runtime.placement is not None
         pacing = runtime.device.pacing()
+        if pacing.pacing and not self._pacing:
+            batcher.chunk = min(batcher.chunk, _FIRST_CHUNK)
+        self._pacing = bool(pacing.pacing)
         batcher.chunk = _chunk(runtime.n_ubatch, batcher.chunk, pacing)
         busy_s, planned_s = pacing.gpu_busy_s, runtime.placement.gpu_busy_s
         if (busy_s > 0) == (planned_s > 0) and planned_s / 2 <= busy_s <= planned_s * 2:

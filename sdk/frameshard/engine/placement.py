@@ -15,17 +15,17 @@ from frameshard.engine.llama import KV_PAGE, Llama
 from frameshard.engine.observer import Observer
 from frameshard.engine.overhead import DriverOverhead
 from frameshard.engine.rates import Rates
-from frameshard.errors import BudgetBelowFloor, OutOfMemory
-from frameshard.native import CPU, EMULATED, ShardDevice, Stats
+from frameshard.errors import BudgetBelowFloor, OutOfMemory, below_floor
+from frameshard.native import CPU, ShardDevice, Stats
 from frameshard.plan import routing
 from frameshard.plan.host import host_floor
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.layout import Layout, lay_out
-from frameshard.plan.memory import DRIVER_BYTES, Context, estimate_context
+from frameshard.plan.memory import Context, estimate_context, mask_bytes
 from frameshard.plan.model import Model
 from frameshard.plan.plans import Plan, make_plan
 from frameshard.plan.profile import Profile
-from frameshard.plan.ubatch import LEAST_UBATCH, PLAIN_UBATCH, choose_launch_ubatch, choose_ubatch
+from frameshard.plan.steps import LEAST_STEP, Steps
 from frameshard.plan.workload import Workload
 from frameshard.wire import messages as m
 from frameshard.wire.engine import EngineConfig
@@ -82,6 +82,8 @@ class Placement:
         self._lengths: Sequence[int] = ()
         self._expected: list[int] = []  # for each sequence, the number of tokens that the device has room for
         self._cut = False
+        self._steps = Steps()
+        self._refused_step = 0  # the most tokens of a step that fits, if one of the plan's size did not
         self._kv_planned = self._ring_planned = 0
         device.set_shards([[tensor.name for tensor in shard.tensors] for shard in self.ladder])
 
@@ -96,47 +98,51 @@ class Placement:
         """[any thread] The budget in force, in bytes; 0 for no limit."""
         return _limit(self.device.stats().budget_bytes)
 
-    def choose_ubatch(self, budgets: Sequence[int], n_prompt: int, held_bytes: int = 0) -> int:
-        """Chooses ``n_ubatch`` for prompts of one length.
+    @property
+    def planned(self) -> bool:
+        """Whether a plan is in force; false during the load."""
+        return self._plan is not None
 
-        :param budgets: the budgets in bytes to choose it for.
-        :param n_prompt: tokens of the prompt in each sequence.
-        :param held_bytes: VRAM of adapters.
+    @property
+    def floor_step(self) -> int:
+        """The most tokens of a step for which the floor has room."""
+        return self._steps.within(self._steps.floor_bytes)[-1]
+
+    @property
+    def step(self) -> int:
+        """The most tokens of one step of a prompt at the budget in force."""
+        return min(self.plan.n_ubatch, self._refused_step or self.plan.n_ubatch)
+
+    @property
+    def refused_bytes(self) -> int:
+        """The smallest budget for the last graph, if the budget in force had no room for it; otherwise 0."""
+        stats = self.device.stats()
+        more = stats.refused_graph_bytes - stats.floor_graph_bytes
+        return stats.floor_bytes + more if stats.refused_graph_bytes else 0
+
+    def refuse_step(self, n_tokens: int) -> bool:
+        """Makes steps smaller, after the device had no room for a graph.
+
+        :param n_tokens: the tokens of that graph.
+        :returns: whether a smaller one may fit; false if there is another reason.
         """
-        config = self._config
-        try:
-            profile = self.rates.profile
-            self.overhead.measure()
-            # The driver loads some of its libraries with the first graph, so the measured overhead may still be small.
-            least = 0 if self.device.inner == EMULATED else DRIVER_BYTES
-            overhead_bytes = max(least, self.device.stats().overhead_bytes) + held_bytes
-            workload = Workload(config.n_ctx, n_prompt, n_parallel=config.n_parallel, kv_type=config.kv_type)
-            estimated: dict[str, Any] = {"overhead_bytes": overhead_bytes, "routing": routing.recall(self._model)}
-            together = config.n_parallel
-            return choose_ubatch(self._model, profile, budgets, workload, n_together=together, **estimated)
-        except (BudgetBelowFloor, OutOfMemory):  # this was an estimate: the device knows the floor and reports it
-            return LEAST_UBATCH
+        stats = self.device.stats()
+        if not stats.refused_graph_bytes or n_tokens <= LEAST_STEP:
+            return False
+        room = max(stats.budget_bytes - stats.floor_bytes + stats.floor_graph_bytes, 0)
+        fits = int(n_tokens * min(room / stats.refused_graph_bytes, 0.9)) // LEAST_STEP * LEAST_STEP
+        self._refused_step = max(fits, LEAST_STEP)
+        logger.info("a step of %d tokens has no room in the budget: %d from now on", n_tokens, self._refused_step)
+        return True
 
-    def choose_launch_ubatch(self, held_bytes: int) -> int:
-        """Chooses ``n_ubatch`` for prompts of unknown lengths. In stream-only mode it is always the same, because the
-        bits of the logits depend on it.
-
-        :param held_bytes: VRAM of adapters.
-        """
-        config, device = self._config, self.device.inner
-        if self.mode == "stream_only":
-            return PLAIN_UBATCH
-        workload = Workload(config.n_ctx, n_parallel=config.n_parallel, kv_type=config.kv_type)
-        # Not measured, so that each launch chooses the same.
-        overhead_bytes = held_bytes + (0 if device == EMULATED else DRIVER_BYTES)
-        return choose_launch_ubatch(
-            self._model, device, workload, config.vram_budget_bytes, overhead_bytes=overhead_bytes
-        )
-
-    def start(self, llama: Llama, lengths: Sequence[int]) -> None:
+    def start(
+        self, llama: Llama, lengths: Sequence[int], sizes: Sequence[int], graph_bytes: Callable[[int], int]
+    ) -> None:
         """Takes the VRAM that the model needs at any budget, and makes the first plan.
 
         :param lengths: the number of tokens in each sequence. The runtime updates this list as it decodes.
+        :param sizes: the steps to choose from, ascending.
+        :param graph_bytes: returns the bytes of the compute buffer of a step; 0: of the largest decode.
         :raises BudgetBelowFloor: the budget is too small for this model and context.
         :raises OutOfMemory: the device refuses the memory.
         """
@@ -149,9 +155,39 @@ class Placement:
             self._commit()  # without room for the probe the budget is below the floor: this raises with the floor
             raise
         self._commit()
+        self._measure_steps(sizes, graph_bytes)
         kept = routing.load(self._model) if self._model.n_expert else {}
         self.routing = routing.shares(kept.values())
         self.replan()
+
+    def _measure_steps(self, sizes: Sequence[int], graph_bytes: Callable[[int], int]) -> None:
+        """Measures the compute buffers of steps, by graphs that do not run. They are at the start of a context; in a
+        full one the masks are larger.
+
+        :raises BudgetBelowFloor: the floor must be raised for decodes, and the budget is below it.
+        """
+        stats, share = self.device.stats(), lay_out(self._model, self.device.inner).sizes.pool_share
+        floor_bytes, most_bytes = stats.floor_graph_bytes, stats.most_graph_bytes
+        if floor_bytes == most_bytes:
+            self._steps = Steps(0, most_bytes, ((sizes[-1], most_bytes),))
+            return
+
+        def whole(n_tokens: int) -> int:
+            measured = graph_bytes(n_tokens)
+            n_tokens = n_tokens or self._config.n_parallel
+            return min(measured + mask_bytes(self._model, n_tokens, max(self._n_ctx_seq - n_tokens, 0)), most_bytes)
+
+        decode_bytes = whole(0)
+        if decode_bytes > floor_bytes:
+            self.device.set_floor_graphs(decode_bytes)
+            stats = self.device.stats()
+            floor_bytes = stats.floor_graph_bytes
+            if stats.budget_bytes < stats.floor_bytes:
+                raise below_floor(stats.budget_bytes, stats.floor_bytes)
+        graphs = ((n_tokens, whole(n_tokens)) for n_tokens in sizes)
+        self._steps = Steps(
+            0, floor_bytes, tuple((n, size + int(share * max(size - floor_bytes, 0))) for n, size in graphs)
+        )
 
     def _commit(self) -> None:
         try:
@@ -207,7 +243,7 @@ class Placement:
 
     def adopt(self, plan: Plan) -> None:
         """Gives a plan to the device. Call it between decodes."""
-        self._plan = plan
+        self._plan, self._refused_step = plan, 0
         tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
         self.device.set_plan(tiers, plan.ring_bytes, plan.expert_stream_share, exact=self.mode == "stream_only")
         self._ring_planned = self.device.stats().ring_bytes
@@ -224,16 +260,17 @@ class Placement:
         """
         stats, model, name, kv_type = self.device.stats(), self._model, self.device.inner, self._config.kv_type
         layout = lay_out(model, name)
-        buffers = stats.buffers_bytes - stats.kv_bytes - stats.graph_bytes + stats.most_graph_bytes
-        fixed = stats.overhead_bytes + buffers + stats.core_bytes + stats.scratch_bytes
+        buffers = stats.buffers_bytes - stats.kv_bytes - stats.graph_bytes
+        fixed = stats.overhead_bytes - stats.pool_bytes + buffers + stats.core_bytes + stats.scratch_bytes
+        steps = replace(self._steps, least_bytes=stats.least_graph_bytes)
         used = stats.kv_bytes + stats.kv_host_bytes
         if n_parallel:
             workload = Workload(self._n_ctx_seq, n_ctx_used, n_parallel=n_parallel, kv_type=kv_type)
             used = max(used, estimate_context(model, name, workload).used)
         context = Context(
             used=used,
-            whole=stats.full_bytes - fixed - layout.arena_bytes,
-            window=stats.floor_bytes - fixed - layout.least_bytes,
+            whole=stats.full_bytes - fixed - steps.most_bytes - layout.arena_bytes,
+            window=stats.floor_bytes - fixed - stats.floor_graph_bytes - layout.least_bytes,
             kv_type=kv_type,
         )
         host_bytes = self._host_bytes(stats, layout)
@@ -242,11 +279,11 @@ class Placement:
             "budget_bytes": vram_budget_bytes,
             "fixed_bytes": fixed,
             "host_budget_bytes": host_bytes,
-            "prompt_bytes": stats.most_graph_bytes - stats.least_graph_bytes,
+            "steps": replace(steps, floor_bytes=stats.floor_graph_bytes),
             "context": context,
             "mode": self.mode,
             "n_ctx_used": n_ctx_used,
-            "n_ubatch": self._n_ubatch,
+            "n_ubatch": 0,
             "gpu_busy_s": gpu_busy_s,
             "routing": self.routing,
         }

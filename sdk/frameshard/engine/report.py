@@ -54,6 +54,10 @@ def _cut(text: str) -> str:
     return text.encode()[:_MAX_REASONS_BYTES].decode(errors="ignore")
 
 
+# What the engine alone acts on.
+_NOT_REPORTED = ("refused_graph_bytes", "lacks_workspaces")
+
+
 def _template_fingerprint(template: str | None) -> str:
     return "" if template is None else hashlib.sha256(template.encode()).hexdigest()
 
@@ -68,7 +72,7 @@ def statistics(runtime: Runtime, batcher: Batcher, host: HostMemory, *, has_fram
         counters = dataclasses.asdict(runtime.device.stats())
         # A map of the protocol has 64 entries at most.
         of_host["device"] = {key: counters.pop(key) for key in [*counters] if key.startswith(("host_", "disk_"))}
-        stats.update(counters)
+        stats.update((key, value) for key, value in counters.items() if key not in _NOT_REPORTED)
         stats["budget_bytes"] = runtime.vram_budget_bytes
         stats["placement"] = runtime.placement.by_kind()
         stats["profile"] = "measured" if runtime.placement.rates.measurements is None else "estimated"

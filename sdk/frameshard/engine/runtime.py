@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import NoReturn
 
 import llama_cpp
 import numpy as np
@@ -30,19 +31,19 @@ from frameshard.cpu import default_threads
 from frameshard.engine import gpus, hostcount, llamalog
 from frameshard.engine.adapters import Adapter, Adapters
 from frameshard.engine.forms import Forms
-from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows
+from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows, StepTooLarge
 from frameshard.engine.observer import Observer, find_observer
 from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.rates import Rates
 from frameshard.engine.tokenizer import Tokenizer
-from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, Overloaded
+from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, OutOfMemory, Overloaded
 from frameshard.ggml import device_handle
 from frameshard.native import EMULATED, ShardDevice, parse_device
 from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
 from frameshard.plan.memory import check_kv_type, estimate_floor, logits_rows
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import GraphSize
-from frameshard.plan.ubatch import LEAST_UBATCH, PLAIN_UBATCH
+from frameshard.plan.steps import EXACT_STEP, floor_step, most_step, step_sizes
 from frameshard.plan.workload import Workload
 from frameshard.wire.engine import EngineConfig
 from frameshard.wire.launch import adapter_of
@@ -83,18 +84,14 @@ class Runtime:
         cls,
         config: EngineConfig,
         *,
-        budgets: Sequence[int] = (),
-        n_prompt: int = 0,
         fill: bool = True,
         measure: bool = True,
         on_loading: OnLoading | None = None,
     ) -> Runtime:
         """Checks the file, loads the model, makes the context, takes the VRAM and decodes one token.
 
-        If ``config.n_ubatch`` is 0, it is chosen here.
+        If ``config.n_ubatch`` is 0, each budget has its own largest step of prompts (:attr:`step`).
 
-        :param n_prompt: tokens of the prompt in each sequence for which ``n_ubatch`` is chosen; 0: not known.
-        :param budgets: the budgets in bytes for which it is chosen, if ``n_prompt`` is not 0.
         :param fill: make weights resident at once.
         :param measure: measure at once what the machine's profile lacks; if false, plan from an estimate.
         :param on_loading: called with the progress of the load.
@@ -110,13 +107,13 @@ class Runtime:
         runtime = cls(config)
         runtime._on_loading = on_loading or (lambda stage, done, total: None)
         try:
-            runtime._load(budgets, n_prompt, fill, measure)
+            runtime._load(fill, measure)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    def _load(self, budgets: Sequence[int], n_prompt: int, fill: bool, measure: bool) -> None:
+    def _load(self, fill: bool, measure: bool) -> None:
         config = self.config
         llamalog.install()
         self.model_info: Model = read_model(config.model)
@@ -142,31 +139,62 @@ class Runtime:
         tokenizer = self._tokenizer = Tokenizer(llama.model, self.model_info.chat_template)
         self._forms = Forms(tokenizer.grammar_tokens)
         self.n_vocab = tokenizer.n_vocab
-        if not config.n_ubatch:
-            held = sum(file.n_bytes for file in files.values())
-            chosen = PLAIN_UBATCH
-            if self.placement is not None and n_prompt:
-                chosen = self.placement.choose_ubatch(budgets, n_prompt, held)
-            elif self.placement is not None:
-                chosen = self.placement.choose_launch_ubatch(held)
-            config = self.config = replace(config, n_ubatch=max(chosen, config.n_parallel))
-        rows = logits_rows(config.n_parallel, config.n_ubatch, can_speculate=self.can_speculate)
-        # On the CPU, progress of a long decode is the count of its nodes. Counting takes 2 % of the time of a token
-        # with a 135M model, and less with larger ones.
-        counter = None if self.device is not None else llama_cpp.ggml_abort_callback(lambda _: self.on_node())
-        llama.make_context(config, self.n_threads, config.n_outputs_max or rows, counter)
-        self.n_ctx_seq, self.n_ubatch, self.n_outputs_max = llama.n_ctx_seq, llama.n_ubatch, llama.n_outputs_max
+        self._make_context(llama)
         self._lengths = [0] * config.n_parallel
         self.decoded: GraphSize | None = None
         """The size of the last decode."""
         if self.placement is not None:
-            self.placement.start(llama, self._lengths)
+            sizes = step_sizes(self.floor_step, self.n_ubatch)
+            self.placement.start(llama, self._lengths, sizes, self._graph_bytes)
         self._warm_up()
         for name, file in files.items():
             with _blaming(name):
                 self.load_adapter(name, file, spare=False)
         if self.placement is not None:
             self.placement.settle(fill=fill)
+
+    def _make_context(self, llama: Llama) -> None:
+        """Makes the context for the largest steps. If the launch does not say their size, the floor has room for small
+        ones only: another context shows how much these need."""
+        config = self.config
+        self.floor_step = most = config.n_ubatch or max(EXACT_STEP, config.n_parallel)
+        """The tokens of a step for which the floor has room."""
+        if self.device is not None and not config.n_ubatch and config.mode == "planned":
+            self.floor_step = floor_step(config.n_parallel, images=bool(config.mmproj))
+            most = most_step(config.n_ctx, self.floor_step, config.host_budget_bytes)
+        n_rows = config.n_outputs_max or logits_rows(config.n_parallel, most, can_speculate=self.can_speculate)
+        # On the CPU, progress of a long decode is the count of its nodes. Counting takes 2 % of the time of a token
+        # with a 135M model, and less with larger ones.
+        counter = None if self.device is not None else llama_cpp.ggml_abort_callback(lambda _: self.on_node())
+        floor_bytes = 0
+        if self.device is not None and self.floor_step < most:
+            llama.make_context(replace(config, n_ubatch=self.floor_step), self.n_threads, n_rows, counter)
+            floor_bytes = self.device.stats().most_graph_bytes
+            llama.free_context()
+        self.config = replace(config, n_ubatch=most)
+        llama.make_context(self.config, self.n_threads, n_rows, counter)
+        if self.device is not None and floor_bytes:
+            per_token = (self.device.stats().most_graph_bytes - floor_bytes) / (most - self.floor_step)
+            # Logits of all rows may take most of a small step. Their graph is laid out less tightly in a large context.
+            self.device.set_floor_graphs(floor_bytes + int(2 * per_token * n_rows))
+        self.n_ctx_seq, self.n_ubatch, self.n_outputs_max = llama.n_ctx_seq, llama.n_ubatch, llama.n_outputs_max
+
+    def _graph_bytes(self, n_tokens: int) -> int:
+        """The bytes of the compute buffer of a step, from a graph that is made and does not run.
+
+        :param n_tokens: its tokens; 0 for the largest decode.
+        """
+        assert self.device is not None
+        tokens = [self.tokenizer.first_token] * (n_tokens or min(self.n_outputs_max, self.n_ubatch))
+        self.llama.fill_batch([Rows(0, tokens, "last" if n_tokens else "all")], [0])
+        self.abort()
+        with contextlib.suppress(DecodeAborted):
+            self.llama.decode()
+        self.resume()
+        self.device.end_graph()
+        self.llama.remove(0, 0)
+        stats = self.device.stats()
+        return stats.refused_graph_bytes or stats.graph_bytes
 
     def _adapter_files(self) -> dict[str, AdapterFile]:
         """The checked files of the adapters in the options, by name."""
@@ -179,9 +207,9 @@ class Runtime:
     def _least_bytes(self) -> int:
         """Estimates the VRAM that the model needs, without the driver's own."""
         config = self.config
-        n_ubatch = config.n_ubatch or LEAST_UBATCH
+        n_ubatch = config.n_ubatch or (0 if config.mode == "planned" else EXACT_STEP)
         workload = Workload(config.n_ctx, 0, n_ubatch=n_ubatch, n_parallel=config.n_parallel, kv_type=config.kv_type)
-        return estimate_floor(self.model_info, workload)
+        return estimate_floor(self.model_info, workload, images=bool(config.mmproj))
 
     def _open_device(self, device: str, measure: bool) -> ctypes.Array[ctypes.c_void_p]:
         """Makes the shard device, if the model uses one.
@@ -215,16 +243,18 @@ class Runtime:
         return devices
 
     def _warm_up(self) -> None:
-        """Decodes one token, so that a damaged model fails at the load and not in a job. On a GPU it first runs a graph
-        of the largest size: drivers allocate workspaces at their first use, and that must happen before the arena is
-        filled.
+        """Decodes one token, so that a damaged model fails at the load and not in a job. On a GPU it first runs the
+        largest graph that the floor has room for: drivers allocate workspaces at their first use, and that must happen
+        before the arena is filled.
 
         :raises BadModel: the logits are not finite.
         """
         token = self.tokenizer.first_token
         if self.observer is not None:
-            n_seq = min(-(-self.n_ubatch // (self.n_ctx_seq - 1)), self.config.n_parallel)
-            each = [token] * min(self.n_ubatch // n_seq, self.n_ctx_seq - 1)
+            assert self.placement is not None
+            n_tokens = self.placement.floor_step
+            n_seq = min(-(-n_tokens // (self.n_ctx_seq - 1)), self.config.n_parallel)
+            each = [token] * min(n_tokens // n_seq, self.n_ctx_seq - 1)
             self.decode([Rows(seq, each) for seq in range(n_seq)])
             for seq in range(n_seq):
                 self.clear(seq)
@@ -289,6 +319,11 @@ class Runtime:
         return 0 if self.placement is None else self.placement.vram_budget_bytes
 
     @property
+    def step(self) -> int:
+        """The most tokens of one decode at the budget in force."""
+        return self.n_ubatch if self.placement is None else self.placement.step
+
+    @property
     def can_speculate(self) -> bool:
         """Whether drafted tokens can be decoded. That needs a KV cache from which rejected tokens can be removed, and a
         shard device, because its plan predicts the cost."""
@@ -334,7 +369,7 @@ class Runtime:
         if self.device is None:
             return
         stats = self.device.stats()
-        floor_bytes = stats.floor_bytes + (vram_bytes([file], self.n_ubatch) if spare else file.n_bytes)
+        floor_bytes = stats.floor_bytes + (vram_bytes([file], self.floor_step) if spare else file.n_bytes)
         if floor_bytes > stats.budget_bytes:
             raise BudgetBelowFloor(
                 f"with the adapter the floor is up to {-(-floor_bytes >> 20)} MiB, and the VRAM budget is"
@@ -443,6 +478,7 @@ class Runtime:
             sequences together.
         :returns: the rows for :meth:`logits`, in the order of the batch.
         :raises DecodeAborted: :meth:`abort` was called.
+        :raises StepTooLarge: the budget has no room for so many tokens at once.
         :raises ContextOverflow: a sequence is full; nothing was changed.
         :raises BadArgument: the batch is empty or too large, or a token is not in the vocabulary; nothing was changed.
         :raises BadModel: the model file was changed, and weights are read from it. The runtime is of no more use.
@@ -457,15 +493,15 @@ class Runtime:
             self.expect(rows.seq, start + len(rows.tokens))
         try:
             self.llama.decode()
-        except DecodeAborted:
-            for rows in batch:
-                # llama.cpp may have kept part of the batch: cut it. A recurrent state is lost.
-                before, self._lengths[rows.seq] = self._lengths[rows.seq], self.n_ctx_seq
-                self.trim(rows.seq, before)
-            raise
+        except (DecodeAborted, OutOfMemory) as error:
+            self._cut_back(batch)
+            self._explain(error, sum(len(rows.tokens) for rows in batch))
         except FrameshardError:
             self.check_file()  # a file that has changed is the better reason
             raise
+        finally:
+            if self.device is not None:
+                self.device.end_graph()
         for rows in batch:
             self._lengths[rows.seq] += len(rows.tokens)
         self.decoded = GraphSize(sum(len(rows.tokens) for rows in batch), max(starts), len(batch))
@@ -473,19 +509,42 @@ class Runtime:
             self.placement.after_decode()
         return outputs
 
+    def _cut_back(self, batch: Sequence[Rows]) -> None:
+        """Gives the sequences of a batch that did not run the length that they had before. llama.cpp may have kept part
+        of the batch. A recurrent state is lost."""
+        for rows in batch:
+            before, self._lengths[rows.seq] = self._lengths[rows.seq], self.n_ctx_seq
+            self.trim(rows.seq, before)
+
+    def _explain(self, error: DecodeAborted | OutOfMemory, n_tokens: int) -> NoReturn:
+        """Raises the error of a decode of ``n_tokens`` tokens, or the reason for it."""
+        placement = self.placement if not self._abort else None
+        if placement is not None and placement.planned:
+            # A budget that falls ends a graph for which it has no room.
+            too_large = isinstance(error, DecodeAborted) or placement.refuse_step(n_tokens)
+            if too_large:
+                raise StepTooLarge from error
+        if isinstance(error, OutOfMemory):
+            self.check_file()
+        raise error
+
     def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
-        """Appends ``tokens`` to sequence ``seq`` in chunks of ``n_ubatch``. Raises the errors of :meth:`decode`.
+        """Appends ``tokens`` to sequence ``seq`` in steps that fit the budget. Raises the errors of :meth:`decode`, but
+        not :class:`StepTooLarge`.
 
         :param logits: as for :class:`Rows`; "all" needs a configuration with ``n_outputs_max`` of ``n_ubatch``.
         :returns: a copy of the requested logits, shape [n, n_vocab].
         """
-        out = []
+        out: list[npt.NDArray[np.float32]] = []
         self.expect(seq, min(self._lengths[seq] + len(tokens), self.n_ctx_seq))
-        for at in range(0, len(tokens), self.n_ubatch):
-            chunk = tokens[at : at + self.n_ubatch]
+        at = 0
+        while at < len(tokens):
+            chunk = tokens[at : at + self.step]
             last = at + len(chunk) == len(tokens)
             want = logits if logits != "last" or last else "none"
-            out += [self.logits(row).copy() for row in self.decode([Rows(seq, chunk, want)])]
+            with contextlib.suppress(StepTooLarge):
+                out += [self.logits(row).copy() for row in self.decode([Rows(seq, chunk, want)])]
+                at += len(chunk)
         return np.stack(out) if out else np.empty((0, self.n_vocab), np.float32)
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from frameshard import models, system
-from frameshard.engine.llama import DecodeAborted
+from frameshard.engine.llama import DecodeAborted, StepTooLarge
 from frameshard.engine.runtime import STOCK, Runtime
 from frameshard.engine.sounds import MAX_SECONDS, Sound, is_sound, tone
 from frameshard.errors import (
@@ -36,6 +36,7 @@ from frameshard.errors import (
     ContextOverflow,
     FrameshardError,
     Unsupported,
+    below_floor,
 )
 from frameshard.native import LLAMA_CPP_PYTHON
 from frameshard.plan.tower import read_tower
@@ -342,9 +343,12 @@ class Vision:
 
         :raises DecodeAborted: the runtime was aborted.
         :raises ContextOverflow: the sequence has no room for it.
+        :raises BudgetBelowFloor: the budget has no room for it, and its tokens must be decoded together.
         """
         assert picture.embedding is not None
         runtime, past = self._runtime, self._runtime.length(seq)
+        together = mtmd.mtmd_decode_use_non_causal(self._context, picture.chunk)
+        step = runtime.n_ubatch if together else runtime.step
         end = llama_cpp.llama_pos(0)
         pointer = picture.embedding.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         code = mtmd.mtmd_helper_decode_image_chunk(
@@ -354,19 +358,28 @@ class Vision:
             pointer,
             past,
             seq,
-            runtime.n_ubatch,
+            step,
             ctypes.byref(end),
             ctypes.cast(0, mtmd.mtmd_helper_post_decode_callback),
             None,
         )
         runtime.advance(seq, picture.n_pos)
+        if runtime.device is not None:
+            runtime.device.end_graph()
         if runtime.placement is not None:
             runtime.placement.overhead.follow()
         if code == 0:
             return
-        runtime.trim(seq, past)
+        kept = runtime.trim(seq, past)
         if code == 2:
             raise DecodeAborted
+        if runtime.placement is not None and (needed := runtime.placement.refused_bytes):
+            if together or not runtime.placement.refuse_step(min(step, picture.n_tokens)):
+                raise below_floor(runtime.vram_budget_bytes, needed)
+            if kept < past:
+                raise StepTooLarge
+            self.decode(seq, picture)
+            return
         if code == 1:
             raise ContextOverflow("no room in the key-value cache", n_ctx=runtime.n_ctx_seq)
         raise FrameshardError(f"decoding an image failed with {code}")

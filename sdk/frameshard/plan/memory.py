@@ -13,14 +13,18 @@ from frameshard.plan.header import GGML_NUMBERS
 from frameshard.plan.layout import lay_out
 from frameshard.plan.model import Model
 from frameshard.plan.profile import KvType, kv_value_bytes
+from frameshard.plan.steps import Steps, floor_step, most_step, step_sizes
 from frameshard.plan.workload import Workload
 
 _PAGE = 256  # llama.cpp makes the number of KV cells a multiple of this
 _KV_BLOCK = 32  # in both quantised types so many values share a scale
 _VERIFIED = 32  # the most rows of logits in which drafted tokens are verified, all sequences together
-# The compute buffer of a layer, relative to the sum of tensors in estimate_fixed(). Measured: 1.0 to 1.25, with 11
+# The compute buffer of a layer, relative to the sum of tensors in _graph_bytes(). Measured: 1.0 to 1.25, with 11
 # models of 10 architectures and 64 to 1,024 tokens.
 _LIVE = 1.3
+# How much more a graph takes than in a layout of its own: llama.cpp lays its compute buffer out for the largest graph,
+# in which the tensors of a smaller one share less memory. Measured: 1.55 with minitron-8b, 1.0 with qwen3-30b-a3b.
+_SPREAD = 1.3
 DRIVER_BYTES = 512 << 20
 """The approximate VRAM of a GPU's driver context and libraries. A running engine measures it."""
 
@@ -91,32 +95,54 @@ def _recurrent_values(model: Model) -> int:
     return (conv * (inner + 2 * groups * state) + inner * state) * model.n_layer
 
 
-def estimate_fixed(model: Model, device: str, workload: Workload, overhead_bytes: int = 0) -> int:
-    """Estimates the VRAM that depends neither on placements nor on the context in use, while the largest graph runs:
-    core, scratch, compute buffer and ``overhead_bytes``. It is for plans without loading the model. With a loaded
-    model, the shard device's statistics have the exact figure.
+def fixed_vram(model: Model, device: str, overhead_bytes: int = 0) -> int:
+    """The VRAM that depends neither on placements, nor on the context, nor on the graph: core, scratch and
+    ``overhead_bytes``.
 
     :param device: the name of the inner device.
     :param overhead_bytes: VRAM of the driver's context.
     """
-    graph = _graph_bytes(model, device, workload, workload.n_ubatch)
-    beside = native.lay_out(device, (), buffers=[graph], overhead_bytes=overhead_bytes)
-    return lay_out(model, device).sizes.fixed_bytes + beside.fixed_bytes
+    return lay_out(model, device).sizes.fixed_bytes + overhead_bytes
 
 
-def estimate_floor(model: Model, workload: Workload) -> int:
-    """Estimates the floor on a GPU, without the driver's context: whether a GPU has room for the model at all."""
+def estimate_floor(model: Model, workload: Workload, *, images: bool = False) -> int:
+    """Estimates the floor on a GPU, without the driver's context: whether a GPU has room for the model at all.
+
+    :param images: the model reads images, too.
+    """
     device = "CUDA0"  # sizes are the same on all GPUs
     window = estimate_context(model, device, workload).window
-    return estimate_fixed(model, device, workload) + lay_out(model, device).least_bytes + window
+    steps = estimate_steps(model, device, workload, images=images)
+    return fixed_vram(model, device) + steps.floor_bytes + lay_out(model, device).least_bytes + window
 
 
-def estimate_prompt(model: Model, device: str, workload: Workload) -> int:
-    """Estimates the part of :func:`estimate_fixed` that decodes leave to weights: what the compute buffer of the
-    largest graph has more than that of a graph with one token of each sequence."""
-    sizes = [_graph_bytes(model, device, workload, n) for n in (workload.n_ubatch, workload.n_parallel)]
-    most, least = (native.lay_out(device, (), buffers=[size]).fixed_bytes for size in sizes)
-    return max(most - least, 0)
+def estimate_steps(model: Model, device: str, workload: Workload, *, images: bool = False) -> Steps:
+    """Estimates the compute buffers of graphs. It is for plans without loading the model. With a loaded model, the
+    shard device's statistics have the exact figures.
+
+    :param device: the name of the inner device.
+    :param images: the model reads images, too.
+    """
+
+    def graph_bytes(n_tokens: int, factor: float = 1.0) -> int:
+        return _granular(device, round(factor * _graph_bytes(model, device, workload, n_tokens)))
+
+    if workload.n_ubatch:
+        most_bytes = graph_bytes(workload.n_ubatch)
+        return Steps(graph_bytes(workload.n_parallel), most_bytes, ((workload.n_ubatch, most_bytes),))
+    least = floor_step(workload.n_parallel, images=images)
+    most = most_step(workload.n_ctx, least)
+    floor_bytes, most_bytes, pool = graph_bytes(least), graph_bytes(most), lay_out(model, device).sizes.pool_share
+    sizes = []
+    for n_tokens in step_sizes(least, most):
+        n_bytes = min(graph_bytes(n_tokens, _SPREAD if most > least else 1.0), most_bytes)
+        sizes.append((n_tokens, n_bytes + _granular(device, round(pool * max(n_bytes - floor_bytes, 0)))))
+    return Steps(graph_bytes(workload.n_parallel), floor_bytes, tuple(sizes))
+
+
+def _granular(device: str, n_bytes: int) -> int:
+    """The bytes that an allocation of ``n_bytes`` takes."""
+    return native.lay_out(device, (), buffers=[n_bytes]).fixed_bytes if n_bytes else 0
 
 
 def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -> int:
@@ -132,16 +158,25 @@ def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -
     query = model.integer("attention.head_count") * model.integer("attention.key_length")
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
     activations = _LIVE * 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + recurrent)
-    # The mask of attention has 16-bit values. Models with sliding windows have a second mask.
     largest_kv = max(map(sum, _kv_values(model)), default=0)
-    n_masks = 0 if not largest_kv else 2 if model.integer("attention.sliding_window") else 1
-    mask = 2 * n_tokens * cells * n_masks
     logits = 4 * model.n_vocab * logits_rows(n_seq, n_tokens, can_speculate=not _recurrent_values(model))
     # The output head is last. It reuses the memory of the activations, except for those of the last layer.
-    graph = mask + max(round(activations), logits + 12 * n_tokens * model.n_embd) + 64 * n_tokens
+    graph = (
+        mask_bytes(model, n_tokens, cells)
+        + max(round(activations), logits + 12 * n_tokens * model.n_embd)
+        + 64 * n_tokens
+    )
     # In a prefill, ggml-cuda converts a layer's quantised KV cache to 16 bits.
     converted = 2 * largest_kv * cells * n_seq if workload.kv_type != "f16" and device != native.EMULATED else 0
     return graph + converted
+
+
+def mask_bytes(model: Model, n_tokens: int, n_cells: int) -> int:
+    """The masks of attention in a graph of ``n_tokens`` tokens that attend to ``n_cells`` cells. They have 16-bit
+    values. Models with sliding windows have a second mask."""
+    if not any(map(sum, _kv_values(model))):
+        return 0
+    return 2 * n_tokens * n_cells * (2 if model.integer("attention.sliding_window") else 1)
 
 
 @dataclass(frozen=True)

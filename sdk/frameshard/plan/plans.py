@@ -26,10 +26,12 @@ from frameshard.plan.corrections import NONE, Corrections, Work
 from frameshard.plan.costs import Conditions, Costs, Graph
 from frameshard.plan.host import host_share
 from frameshard.plan.layout import Layout, lay_out
-from frameshard.plan.memory import Context
+from frameshard.plan.memory import Context, estimate_context, estimate_steps, fixed_vram
 from frameshard.plan.model import Model
 from frameshard.plan.profile import Profile
+from frameshard.plan.steps import Steps
 from frameshard.plan.weights import Mask
+from frameshard.plan.workload import Workload
 
 Mode = Literal["planned", "stream_only"]
 
@@ -54,7 +56,9 @@ _CPU_ORDERS = (
 # A hand-off to the CPU and back waits while the host uses the device: for this share of the host's busy time in a
 # frame. On an H100 it was 4.4 ms with 12 ms of drawing in each frame.
 _BUSY_TURN = 1 / 3
+_AS_GOOD = 1.01  # times up to this factor of the least time count as equal, because nobody notices the difference
 _NO_CONTEXT = Context()
+_NO_BUFFERS = Steps()
 
 
 class GraphSize(NamedTuple):
@@ -114,6 +118,7 @@ class Plan:
     :param expert_stream_share: from 0 to 1. It concerns the experts that a token needs and that are neither resident
         nor cached: this share of them is copied, and the CPU computes the others in about the same time.
     :param disk_bytes: weights that a decode of one token reads from disk, on average.
+    :param n_ubatch: the most tokens of one step of a prompt.
     :param corrections: what serving has shown; the methods named ``predicted_`` count it in.
     """
 
@@ -129,7 +134,7 @@ class Plan:
     mode: Mode
     n_ubatch: int
     _costs: Costs = field(repr=False, compare=False)
-    _prompt_costs: Costs = field(repr=False, compare=False)
+    _prompts: _Prompts = field(repr=False, compare=False)
     corrections: Corrections = field(default=NONE, repr=False, compare=False)
 
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
@@ -140,7 +145,8 @@ class Plan:
 
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
-        return self._prompt_costs.bound(self._graphs(n_tokens, n_parallel), may_use_cpu=self.mode == "planned")
+        graphs = self._graphs(n_tokens, n_parallel)
+        return self._prompts.costs(graphs[0].n_tokens).bound(graphs, may_use_cpu=self.mode == "planned")
 
     def predicted_decode_s(self, n_parallel: int = 1, n_each: int = 1) -> float:
         """Predicted seconds of a graph with ``n_each`` tokens of each of ``n_parallel`` sequences, and the logits of
@@ -153,10 +159,10 @@ class Plan:
         """Predicted tokens per second of ``n_parallel`` sequences together, with one token of each in a graph."""
         return n_parallel / self.predicted_decode_s(n_parallel)
 
-    def predicted_answer_tps(self, n_generate: int, n_parallel: int = 1) -> float:
-        """Predicted tokens per second of answers of ``n_generate`` tokens, from the end of the prompts on. The first
-        token waits until the VRAM of the prompts' compute buffer holds weights, keys and values again."""
-        first_s = self._return_s(n_parallel) + self._costs.first_s
+    def predicted_answer_tps(self, n_prompt: int, n_generate: int, n_parallel: int = 1) -> float:
+        """Predicted tokens per second of answers of ``n_generate`` tokens, from the end of prompts of ``n_prompt`` on.
+        The first token waits until the VRAM of the prompts' compute buffer holds weights, keys and values again."""
+        first_s = self._return_s(n_prompt, n_parallel) + self._costs.first_s
         return n_parallel * n_generate / (first_s + n_generate * self.predicted_decode_s(n_parallel))
 
     def bound_decode_tps(self, n_parallel: int = 1) -> float:
@@ -167,7 +173,7 @@ class Plan:
     def static_ttft(self, n_tokens: int) -> float:
         """Predicted seconds to prefill ``n_tokens`` tokens with llama.cpp's ``-ngl`` and the same resident set. Each
         graph copies the other shards from pageable memory, and copies do not overlap with computation."""
-        return sum(self._prompt_costs.static_seconds(*graph) for graph in self._graphs(n_tokens))
+        return sum(self._prompts.costs(graph.n_tokens).static_seconds(*graph) for graph in self._graphs(n_tokens))
 
     def static_decode_tps(self) -> float:
         """Predicted tokens per second of one sequence if the CPU computes all shards that are not resident."""
@@ -198,6 +204,7 @@ class Plan:
             "full_bytes": self.full_bytes,
             "ring_bytes": self.ring_bytes,
             "disk_bytes": self.disk_bytes,
+            "ubatch": self.n_ubatch,
             "tiers": tiers,
             "predicted_ttft_s": self.predicted_ttft(n_prompt, n_parallel),
             "predicted_decode_tps": self.predicted_decode_tps(n_parallel),
@@ -205,11 +212,12 @@ class Plan:
             "bound_decode_tps": self.bound_decode_tps(n_parallel),
         }
 
-    def _return_s(self, n_parallel: int) -> float:
-        """The time to copy into VRAM what the largest graph has no room for beside its compute buffer."""
+    def _return_s(self, n_prompt: int, n_parallel: int) -> float:
+        """The time to copy into VRAM what the graphs of a prompt have no room for beside their compute buffer."""
         graph = n_parallel, self._costs.conditions.n_ctx_used, n_parallel
-        host_kv = self._prompt_costs.at(*graph).host_kv.n_bytes - self._costs.at(*graph).host_kv.n_bytes
-        share = self._costs.resident_share - self._prompt_costs.resident_share
+        prompt_costs = self._prompts.costs(self._graphs(n_prompt, n_parallel)[0].n_tokens)
+        host_kv = prompt_costs.at(*graph).host_kv.n_bytes - self._costs.at(*graph).host_kv.n_bytes
+        share = self._costs.resident_share - prompt_costs.resident_share
         n_bytes = max(host_kv, 0.0) + float(self._costs.shards.n_bytes @ np.maximum(share, 0.0))
         return n_bytes / self._costs.profile.h2d
 
@@ -227,7 +235,7 @@ class Plan:
 
         :param is_first: llama.cpp builds this graph anew.
         """
-        costs = self._prompt_costs if work == "prompt" else self._costs
+        costs = self._prompts.costs(graph.n_tokens) if work == "prompt" else self._costs
         tier = next(tier for tier in reversed(self.tiers) if graph.n_tokens >= tier.min_tokens)
         on_cpu = np.array(tier.placements, dtype=np.int8) == CPU
         n_rows = graph.n_tokens if work == "decode" else graph.n_seq
@@ -237,6 +245,46 @@ class Plan:
         return self.uncorrected_s(work, graph, is_first=is_first) * self.corrections.factor(work, graph.n_context)
 
 
+@dataclass
+class _Prompts:
+    """The costs of prompts at one budget. They depend on the size of a step, because its compute buffer takes the place
+    of weights and of the KV cache.
+
+    :param n_slabs: the most slabs that are resident.
+    :param conditions: those of decodes, with the smallest ring.
+    """
+
+    layout: Layout
+    profile: Profile
+    budget: int
+    fixed_bytes: int
+    steps: Steps
+    context: Context
+    conditions: Conditions
+    n_slabs: int
+    _known: dict[int, Costs] = field(default_factory=dict)
+
+    def costs(self, n_tokens: int) -> Costs:
+        """The costs of steps of ``n_tokens`` tokens."""
+        n_bytes = self.steps.n_bytes(n_tokens)
+        if n_bytes not in self._known:
+            fixed, kv_room = _with_context(self.layout, self.budget, self.fixed_bytes + n_bytes, self.context)
+            ring, n_slabs = self.layout.sizes.fit(self.budget - fixed, self.conditions.ring)
+            conditions = replace(self.conditions, ring=ring, kv_room=kv_room)
+            self._known[n_bytes] = _costs(self.layout, self.profile, min(n_slabs, self.n_slabs), conditions)
+        return self._known[n_bytes]
+
+    def choose_step(self) -> int:
+        """The step with the least time for each token near the start of a prompt, if all weights that are not resident
+        are streamed. Of steps that are about as good it is the smallest, which evicts the fewest weights."""
+        room = self.budget - self.fixed_bytes - self.context.window - self.layout.least_bytes
+        streamed = np.zeros(len(self.layout.ladder), dtype=np.bool_)
+        sizes = self.steps.within(room)
+        # Their tokens attend to as many others on average.
+        found = {n: self.costs(n).at(n, (sizes[-1] - n) // 2).seconds(streamed) / n for n in sizes}
+        return min(n for n, seconds in found.items() if seconds <= _AS_GOOD * min(found.values()))
+
+
 def make_plan(
     model: Model,
     profile: Profile,
@@ -244,7 +292,7 @@ def make_plan(
     budget_bytes: int,
     fixed_bytes: int,
     host_budget_bytes: int = 0,
-    prompt_bytes: int = 0,
+    steps: Steps = _NO_BUFFERS,
     context: Context = _NO_CONTEXT,
     mode: Mode = "planned",
     n_ctx_used: int = 512,
@@ -257,15 +305,14 @@ def make_plan(
     """Makes the plan for a budget.
 
     :param budget_bytes: the VRAM budget; 0 for no limit.
-    :param fixed_bytes: VRAM for everything but arena, ring and ``context`` while the largest graph runs: overhead,
-        compute buffers, core and scratch. The shard device has it after commit; :func:`estimate_fixed` estimates it.
+    :param fixed_bytes: VRAM for everything but arena, ring, ``context`` and compute buffers: overhead, core and
+        scratch.
     :param host_budget_bytes: host memory for weights; 0 for no limit.
-    :param prompt_bytes: the part of it that decodes leave to weights; :func:`estimate_prompt` estimates it. Prompts
-        evict these weights.
+    :param steps: the compute buffers. Prompts evict weights to get room for them.
     :param context: the KV cache.
     :param mode: in ``stream_only`` the CPU computes nothing.
     :param n_ctx_used: tokens of context at which decodes are planned and predicted.
-    :param n_ubatch: the most tokens of one graph.
+    :param n_ubatch: the most tokens of one graph; 0: the step of ``steps`` with which prompts take least.
     :param gpu_busy_s: seconds of each frame in which the host keeps the device busy.
     :param routing: the share of a layer's choices that each expert gets, descending, with sum 1. Empty: all experts the
         same.
@@ -275,13 +322,13 @@ def make_plan(
     :raises BadArgument: weights come from disk, and the profile lacks its rates.
     """
     layout = layout or lay_out(model, profile.device)
-    floor = fixed_bytes + context.window + layout.least_bytes
-    full = fixed_bytes + context.whole + layout.arena_bytes
+    floor = fixed_bytes + steps.floor_bytes + context.window + layout.least_bytes
+    full = fixed_bytes + steps.most_bytes + context.whole + layout.arena_bytes
     budget = budget_bytes or full
     if budget < floor:
         raise below_floor(budget, floor)
-    prompt_fixed, prompt_kv_room = _with_context(layout, budget, fixed_bytes, context)
-    fixed_bytes, kv_room = _with_context(layout, budget, fixed_bytes - prompt_bytes, context)
+    beside_graphs = fixed_bytes
+    fixed_bytes, kv_room = _with_context(layout, budget, beside_graphs + steps.least_bytes, context)
     # Copies go on while the host keeps the device busy, until the ring is full. So the ring has room for these copies.
     room = budget - fixed_bytes
     n_steps = _RING_OF_EXPERTS if model.n_expert else _RING
@@ -290,14 +337,15 @@ def make_plan(
     conditions = Conditions(
         least_ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type, host_budget_bytes, context.used
     )
-    costs, prompt_costs = _with_cache(
-        layout, profile, room, conditions, budget - prompt_fixed, prompt_kv_room, mode, n_ubatch
-    )
-    tiers = tuple(
-        _plan_tier(costs if tier[0] < layout.sizes.prefill_tokens else prompt_costs, *tier, mode, n_ubatch)
-        for tier in _TIERS
-        if tier[0] <= max(n_ubatch, 1)
-    )
+    all_slabs = len(layout.sizes.slabs)
+    prompts = _Prompts(layout, profile, budget, beside_graphs, steps, context, conditions, all_slabs)
+    n_ubatch = n_ubatch or prompts.choose_step()
+    costs, prompts = _with_cache(prompts, room, mode, n_ubatch)
+    tiers = []
+    for min_tokens, n_tokens in (tier for tier in _TIERS if tier[0] <= max(n_ubatch, 1)):
+        n_tokens = max(min(n_tokens, n_ubatch), 1)
+        in_prompts = min_tokens >= layout.sizes.prefill_tokens
+        tiers.append(_plan_tier(prompts.costs(n_tokens) if in_prompts else costs, min_tokens, n_tokens, mode))
     whole = costs.resident_share >= 1.0
     return Plan(
         budget_bytes=budget,
@@ -306,13 +354,13 @@ def make_plan(
         full_bytes=full,
         ring_bytes=costs.conditions.ring,
         resident=len(whole) if whole.all() else int(np.argmin(whole)),
-        tiers=tiers,
+        tiers=tuple(tiers),
         expert_stream_share=costs.stream_share,
         disk_bytes=round(costs.at(1, n_ctx_used).from_disk.n_bytes),
         mode=mode,
         n_ubatch=n_ubatch,
         _costs=costs,
-        _prompt_costs=prompt_costs,
+        _prompts=prompts,
         corrections=corrections,
     )
 
@@ -330,37 +378,26 @@ def _with_context(layout: Layout, budget: int, fixed_bytes: int, context: Contex
     return fixed_bytes + max(room, context.window), max(room - 2 * context.window, 0)
 
 
-def _with_cache(
-    layout: Layout,
-    profile: Profile,
-    room: int,
-    conditions: Conditions,
-    prompt_room: int,
-    prompt_kv_room: float,
-    mode: Mode,
-    n_ubatch: int,
-) -> tuple[Costs, Costs]:
+def _with_cache(prompts: _Prompts, room: int, mode: Mode, n_ubatch: int) -> tuple[Costs, _Prompts]:
     """Chooses the cache of experts.
 
-    :param room: VRAM for weights while decoding; ``prompt_room`` while the largest graph runs.
-    :param conditions: those of decodes, with the smallest ring.
+    :param prompts: prompts with as many resident slabs as fit.
+    :param room: VRAM for weights while decoding.
     :returns: the costs of decodes, and of prompts.
     """
-    least_ring, routing = conditions.ring, conditions.routing
-    prompt_ring, most_slabs = layout.sizes.fit(prompt_room, least_ring)
-    in_prompts = replace(conditions, ring=prompt_ring, kv_room=prompt_kv_room)
-    found: list[tuple[float, Costs, Costs]] = []
-    for wanted_ring in _rings(layout, room, least_ring, routing):
+    layout, profile, conditions = prompts.layout, prompts.profile, prompts.conditions
+    found: list[tuple[float, Costs, _Prompts]] = []
+    for wanted_ring in _rings(layout, room, conditions.ring, conditions.routing):
         ring, n_slabs = layout.sizes.fit(room, wanted_ring)
         costs = _costs(layout, profile, n_slabs, replace(conditions, ring=ring))
-        prompt_costs = _costs(layout, profile, min(n_slabs, most_slabs), in_prompts)
+        those = replace(prompts, n_slabs=n_slabs, _known={})
         experts = costs.shards.masks["experts"]
         seconds = _ANSWER * costs.at(1, conditions.n_ctx_used).seconds(experts & (mode == "planned"))
-        seconds += prompt_costs.at(n_ubatch, 0).seconds(np.zeros_like(experts))
+        seconds += those.costs(n_ubatch).at(n_ubatch, 0).seconds(np.zeros_like(experts))
         if not found or seconds < _WORTH_A_CACHE * found[-1][0]:
-            found.append((seconds, costs, prompt_costs))
-    _, costs, prompt_costs = found[-1]
-    return costs, prompt_costs
+            found.append((seconds, costs, those))
+    _, costs, prompts = found[-1]
+    return costs, prompts
 
 
 def _costs(layout: Layout, profile: Profile, n_slabs: int, conditions: Conditions) -> Costs:
@@ -378,8 +415,7 @@ def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> I
         yield from (least + experts * n // 64 for n in _CACHES if experts * n // 64 <= room - least)
 
 
-def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode, n_ubatch: int) -> TierPlan:
-    n_tokens = max(min(n_tokens, n_ubatch), 1)
+def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode) -> TierPlan:
     decode = n_tokens <= _DECODING
     n_before, n_seq = (costs.conditions.n_ctx_used, n_tokens) if decode else (0, 1)
     graph = costs.at(n_tokens, n_before, n_seq)
@@ -455,3 +491,30 @@ def _improved(costs: Costs, graph: Graph, best: float, on_cpu: Mask) -> tuple[fl
                     best, on_cpu = seconds, other
         before = [i]
     return best, on_cpu
+
+
+def plan_workload(
+    model: Model,
+    profile: Profile,
+    vram_budget_bytes: int,
+    workload: Workload,
+    overhead_bytes: int = 0,
+    routing: Sequence[float] = (),
+) -> Plan:
+    """Makes the plan for a workload from estimates, without loading the model.
+
+    :param overhead_bytes: VRAM of the driver's context.
+    :param routing: as for :func:`make_plan`.
+    :raises BudgetBelowFloor: the budget is below its floor.
+    """
+    return make_plan(
+        model,
+        profile,
+        budget_bytes=vram_budget_bytes,
+        fixed_bytes=fixed_vram(model, profile.device, overhead_bytes),
+        steps=estimate_steps(model, profile.device, workload),
+        context=estimate_context(model, profile.device, workload),
+        n_ctx_used=workload.n_prompt,
+        n_ubatch=workload.n_ubatch,
+        routing=routing,
+    )

@@ -155,8 +155,8 @@ class EngineOptions:
         int,
         checks.integer(0, 2**16, "tokens"),
         "Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each"
-        " graph, and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at most"
-        " a quarter higher than with 512; in mode `stream_only` it is 512.",
+        " graph, and its buffers take VRAM while it runs. 0: what is best at each budget, and the floor has room for"
+        " 256 tokens; in mode `stream_only` 512. Any other value holds at every budget, and the floor has room for it.",
     ] = 0
     n_parallel: Annotated[int, checks.integer(1, 64), "Number of jobs that run at once, each in its own context."] = 4
     n_threads: Annotated[int, checks.integer(0, 1024), "Number of CPU threads; 0: half of the CPUs."] = 0

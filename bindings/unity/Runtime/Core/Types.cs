@@ -74,8 +74,9 @@ namespace Frameshard
         /// <summary>Number of jobs that run at once, each in its own context. Default 4.</summary>
         public uint? NParallel;
         /// <summary>Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once
-        /// for each graph, and the buffers of a graph are part of the floor. 0: the largest value with which the floor
-        /// is at most a quarter higher than with 512; in mode `stream_only` it is 512.</summary>
+        /// for each graph, and its buffers take VRAM while it runs. 0: what is best at each budget, and the floor has
+        /// room for 256 tokens; in mode `stream_only` 512. Any other value holds at every budget, and the floor has
+        /// room for it.</summary>
         public uint? NUbatch;
         /// <summary>Number of CPU threads; 0: half of the CPUs.</summary>
         public uint? NThreads;

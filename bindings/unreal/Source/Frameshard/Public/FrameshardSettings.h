@@ -40,8 +40,8 @@ public:
 	int32 NParallel = 4;
 
 	/** Maximum number of prompt tokens that are computed in one graph. Streamed weights are copied once for each
-	 * graph, and the buffers of a graph are part of the floor. 0: the largest value with which the floor is at
-	 * most a quarter higher than with 512; in mode `stream_only` it is 512. */
+	 * graph, and its buffers take VRAM while it runs. 0: what is best at each budget, and the floor has room for
+	 * 256 tokens; in mode `stream_only` 512. Any other value holds at every budget, and the floor has room for it. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "65536"))
 	int32 NUbatch = 0;
 

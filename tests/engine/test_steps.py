@@ -1,0 +1,77 @@
+"""The steps of prompts follow the budget: a real engine process on the emulated device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_driver import EngineProcess, engine, ids
+
+MIB = 1 << 20
+FIELDS: dict[str, Any] = {"device": "emulated:0.05", "n_ctx": 2048, "n_parallel": 1}
+PROMPT = "the keeper counts gulls and ships " * 29  # 1,338 tokens of the tiny models
+EXACT = {"max_tokens": 4}
+
+
+def n_graphs(child: EngineProcess, prompt: str) -> int:
+    """The graphs in which a prompt and its first token are computed."""
+    before = child.stats()["graphs"]
+    assert len(ids(child.run(prompt, params={"max_tokens": 1}))) == 1
+    return int(child.stats()["graphs"] - before)
+
+
+def test_the_floor_is_the_same_after_any_launch(deep_model: Path) -> None:
+    floors = []
+    for budget_bytes in (0, 64 * MIB, 16 * MIB):
+        with engine(deep_model, **FIELDS, vram_budget_bytes=budget_bytes) as child:
+            assert child.run(PROMPT, params=EXACT)[-1]["ev"] == "done"
+            floors.append(child.stats()["floor_bytes"])
+    assert len(set(floors)) == 1
+    with engine(deep_model, **FIELDS, n_ubatch=2048) as child:  # which is the largest step of the others
+        assert child.stats()["floor_bytes"] > 2 * floors[0]
+
+
+def test_steps_follow_the_budget(deep_model: Path) -> None:
+    """At the floor a prompt is read in many small steps, with more VRAM in few."""
+    with engine(deep_model, **FIELDS) as child:
+        floor = child.stats()["floor_bytes"]
+        seen = []
+        for budget_bytes in (floor + 24 * MIB, floor, floor + 6 * MIB, floor, floor + 24 * MIB):
+            child.budget(budget_bytes)
+            assert child.wait_for("released")["used_bytes"] <= budget_bytes
+            seen.append(n_graphs(child, f"{len(seen)} {PROMPT}"))
+            stats = child.stats()
+            assert stats["used_bytes"] <= budget_bytes
+            assert stats["floor_bytes"] == floor
+    assert seen[0] == seen[4] <= 3
+    assert seen[1] == seen[3] >= 6
+    assert seen[0] <= seen[2] <= seen[1]
+
+
+@pytest.mark.parametrize("model", ["deep_model", "mamba"])
+def test_a_shrink_in_the_middle_of_a_large_step(
+    model: str, deep_model: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    """The step is given up, and the prompt goes on in smaller ones. The answer is that of an undisturbed prompt, also
+    if the state cannot be rolled back, so that the prompt is read anew."""
+    path = deep_model if model == "deep_model" else tiny_model("mamba2")
+    with engine(path, **FIELDS, vram_budget_bytes=0) as child:
+        floor = child.stats()["floor_bytes"]
+        expected = ids(child.run(PROMPT, params=EXACT))
+        for i in range(8):
+            child.budget(0)
+            child.wait_for("released")
+            before = child.stats()["graphs"]
+            job = child.submit(PROMPT, params=EXACT)
+            while child.stats()["graphs"] == before:
+                pass
+            time.sleep(0.003 * i)
+            child.budget(floor)
+            assert child.wait_for("released", "refused")["ev"] == "released"
+            assert child.stats()["used_bytes"] <= floor
+            events = child.finish(job)[job]
+            assert events[-1]["ev"] == "done", events[-1]
+            assert ids(events) == expected
