@@ -12,7 +12,7 @@ from engine_driver import EngineProcess, engine, ids
 
 MIB = 1 << 20
 FIELDS: dict[str, Any] = {"device": "emulated:0.05", "n_ctx": 2048, "n_parallel": 1}
-PROMPT = "the keeper counts gulls and ships " * 29  # 1,338 tokens of the tiny models
+PROMPT = "the keeper counts gulls and ships " * 20  # 930 tokens of the tiny models
 EXACT = {"max_tokens": 4}
 
 
@@ -35,20 +35,20 @@ def test_the_floor_is_the_same_after_any_launch(deep_model: Path) -> None:
 
 
 def test_steps_follow_the_budget(deep_model: Path) -> None:
-    """At the floor a prompt is read in many small steps, with more VRAM in few."""
-    with engine(deep_model, **FIELDS) as child:
+    """At the floor a prompt is read in small steps, because no others fit. With more VRAM it is read in large ones,
+    because the weights take seconds to copy for each."""
+    with engine(deep_model, **{**FIELDS, "device": "emulated:0.01"}) as child:
         floor = child.stats()["floor_bytes"]
         seen = []
-        for budget_bytes in (floor + 24 * MIB, floor, floor + 6 * MIB, floor, floor + 24 * MIB):
+        for budget_bytes in (floor + 24 * MIB, floor, floor + 24 * MIB):
             child.budget(budget_bytes)
             assert child.wait_for("released")["used_bytes"] <= budget_bytes
             seen.append(n_graphs(child, f"{len(seen)} {PROMPT}"))
             stats = child.stats()
             assert stats["used_bytes"] <= budget_bytes
             assert stats["floor_bytes"] == floor
-    assert seen[0] == seen[4] <= 3
-    assert seen[1] == seen[3] >= 6
-    assert seen[0] <= seen[2] <= seen[1]
+    assert max(seen[0], seen[2]) <= 3
+    assert seen[1] >= 4
 
 
 @pytest.mark.parametrize("model", ["deep_model", "mamba"])
@@ -61,14 +61,14 @@ def test_a_shrink_in_the_middle_of_a_large_step(
     with engine(path, **FIELDS, vram_budget_bytes=0) as child:
         floor = child.stats()["floor_bytes"]
         expected = ids(child.run(PROMPT, params=EXACT))
-        for i in range(8):
-            child.budget(0)
+        for i in range(4):
+            child.budget(floor + 24 * MIB)
             child.wait_for("released")
             before = child.stats()["graphs"]
             job = child.submit(PROMPT, params=EXACT)
             while child.stats()["graphs"] == before:
                 pass
-            time.sleep(0.003 * i)
+            time.sleep(0.01 * i)
             child.budget(floor)
             assert child.wait_for("released", "refused")["ev"] == "released"
             assert child.stats()["used_bytes"] <= floor
