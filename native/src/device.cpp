@@ -302,8 +302,8 @@ uint64_t Device::floor_graph_bytes() const {
 }
 
 // The overhead has the pools of the smallest steps.
-uint64_t Device::pool_bytes(uint64_t graph_bytes) const {
-    const uint64_t more = graph_bytes - std::min(graph_bytes, floor_graph_bytes());
+uint64_t Device::pool_bytes(uint64_t graphs) const {
+    const uint64_t more = graphs - std::min(graphs, floor_graph_bytes());
     return weights.layout.granular((size_t)(inner.quirks.pool_share * (double)more));
 }
 

@@ -114,10 +114,10 @@ struct Device {
     bool take_scratch();
     void open_cache();
     bool uses_cpu() const;
-    uint64_t graph_bytes() const;       // of compute buffers, for the largest graphs
-    uint64_t most_graph_bytes() const;  // the same, or what they have been if that is more
-    uint64_t floor_graph_bytes() const; // what the floor has room for
-    uint64_t pool_bytes(uint64_t graph_bytes) const;
+    uint64_t graph_bytes() const;               // of compute buffers, for the largest graphs
+    uint64_t most_graph_bytes() const;          // the same, or what they have been if that is more
+    uint64_t floor_graph_bytes() const;         // what the floor has room for
+    uint64_t pool_bytes(uint64_t graphs) const; // that graphs of so many bytes may need
     // What graphs and pools may hold at a budget, so that all else that the model cannot do without has its place.
     uint64_t room_for_graphs(uint64_t budget) const;
     bool graphs_fit(uint64_t budget) const;

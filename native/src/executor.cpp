@@ -499,9 +499,10 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
     if (d.abort.load()) {
         return GGML_STATUS_ABORTED;
     }
-    if (!d.apply_requested_budget() && d.must_stop()) {
+    if (d.must_stop()) {
         return d.give_way();
     }
+    d.apply_requested_budget();
     if (!d.cache.begin_graph(tokens_of(d, graph))) {
         return disk_failed(d.cache.why());
     }

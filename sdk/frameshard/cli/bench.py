@@ -210,7 +210,6 @@ def _fill(row: _Row, runtime: Runtime, workload: Workload) -> None:
     placement.replan()
     while placement.fill():
         pass
-    row.ubatch = placement.step
     # The same plan as the engine's, but for the context in the middle of the answer.
     row.plan = placement.plan_for(row.budget, workload.n_prompt + workload.n_generate // 2, workload.n_parallel)
 
@@ -223,6 +222,7 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
     with Sampler(runtime.observer) as nvml:
         if row.budget is not None:
             _fill(row, runtime, workload)
+        row.ubatch = runtime.step
         _read(runtime, workload.n_parallel, tokens)
         _decode(runtime, workload.n_parallel, tokens)  # compiles the decode graph and fills the ring
         # The engine does this too: after the prefill it is known which experts this text needs.
@@ -337,7 +337,7 @@ def _document(row: _Row, workload: Workload) -> dict[str, Any]:
     ttft, decode = statistics.median(row.ttft), statistics.median(row.decode_tps)
     document: dict[str, Any] = {
         "budget_mb": None if row.budget is None else round(row.budget / MIB, 3),
-        "ubatch": row.ubatch or workload.n_ubatch,
+        "ubatch": row.ubatch,
         "ttft_s": ttft,
         "prefill_tps": workload.n_prompt * workload.n_parallel / ttft,
         "decode_tps": decode,

@@ -104,8 +104,8 @@ class Placement:
         return self._plan is not None
 
     @property
-    def floor_step(self) -> int:
-        """The most tokens of a step for which the floor has room."""
+    def step_at_floor(self) -> int:
+        """The most tokens of a step at the floor. In the layout for the largest step it takes more than in its own."""
         return self._steps.within(self._steps.floor_bytes)[-1]
 
     @property
@@ -146,7 +146,7 @@ class Placement:
         :raises BudgetBelowFloor: the budget is too small for this model and context.
         :raises OutOfMemory: the device refuses the memory.
         """
-        self._n_ctx_seq, self._n_ubatch = llama.n_ctx_seq, llama.n_ubatch
+        self._n_ctx_seq = llama.n_ctx_seq
         self._lengths, self._expected = lengths, [0] * len(lengths)
         self.overhead.measure()
         try:

@@ -158,7 +158,7 @@ class Runtime:
         ones only: another context shows how much these need."""
         config = self.config
         self.floor_step = most = config.n_ubatch or max(EXACT_STEP, config.n_parallel)
-        """The tokens of a step for which the floor has room."""
+        """The tokens of a step whose own layout of the compute buffer the floor has room for."""
         if self.device is not None and not config.n_ubatch and config.mode == "planned":
             self.floor_step = floor_step(config.n_parallel, images=bool(config.mmproj))
             most = most_step(config.n_ctx, self.floor_step, config.host_budget_bytes)
@@ -252,7 +252,7 @@ class Runtime:
         token = self.tokenizer.first_token
         if self.observer is not None:
             assert self.placement is not None
-            n_tokens = self.placement.floor_step
+            n_tokens = self.placement.step_at_floor
             n_seq = min(-(-n_tokens // (self.n_ctx_seq - 1)), self.config.n_parallel)
             each = [token] * min(n_tokens // n_seq, self.n_ctx_seq - 1)
             self.decode([Rows(seq, each) for seq in range(n_seq)])
