@@ -183,8 +183,8 @@ fsd_status Device::unpark(std::string &why) {
     return FSD_OK;
 }
 
-// Room for the smallest ring stays, even while everything is resident and there is no ring. A buffer in place of compute
-// buffers that were freed is one of them.
+// Room for the smallest ring stays, even while everything is resident and there is no ring. A buffer that replaces freed
+// compute buffers is a compute buffer: the floor has room for a share of it only.
 bool Device::has_room_for(size_t bytes) const {
     const uint64_t size = weights.layout.granular(bytes), held = graph_bytes(), freed = most_graph_bytes() - held;
     const double share = held == 0 || freed > 0 ? floor_share : 1;

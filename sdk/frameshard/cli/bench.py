@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--timeline",
         metavar="FILE",
-        help="draw what copies, GPU and CPU do in one token and one ubatch at the first budget (.svg, .png, .pdf)",
+        help="draw what copies, GPU and CPU do in one token and one prompt step at the first budget (.svg, .png, .pdf)",
     )
     parser.add_argument(
         "--image",

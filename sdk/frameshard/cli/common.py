@@ -191,7 +191,7 @@ def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=0,
         metavar="N",
-        help="prompt tokens computed at once, at every budget (what is best at each)",
+        help="prompt tokens computed at once, the same number at every budget (the best one for each)",
     )
 
 
