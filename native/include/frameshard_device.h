@@ -23,7 +23,7 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 7
+#define FSD_INTERFACE_VERSION 8
 
 typedef enum {
     FSD_OK = 0,
@@ -329,7 +329,7 @@ FSD_API fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n);
  * the budget that is free or that weights and the ring can give back. A request for a budget ends them: FSD_STOPPED. */
 #define FSD_PROBE_PIECES 4
 #define FSD_PROBE_THREADS 3
-#define FSD_PROBE_BATCHES 4
+#define FSD_PROBE_BATCHES 5
 
 typedef struct {
     uint32_t struct_size;

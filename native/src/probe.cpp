@@ -40,7 +40,8 @@ static double timed(double budget_s, const std::function<void()> &call) {
 static constexpr size_t kCopyTarget = (size_t)64 << 20;
 static constexpr int64_t kRandomRows = 64; // repeated to fill a matrix
 
-// Products of weight matrices of rows x cols with n columns each: as many matrices as make up `total` bytes, at least one.
+// Products of weight matrices of rows x cols with n columns each, queued together: as many matrices as make up `total` bytes,
+// at least one.
 struct Products {
     Device *ledger = nullptr;
     ggml_context *ctx = nullptr;
@@ -70,18 +71,18 @@ struct Products {
             ggml_build_forward_expand(graph, ggml_mul_mat(ctx, weights.back(), x));
         }
         ggml_backend_buffer_type_t buft = ledger ? ledger->inner.buffer_type() : ggml_backend_cpu_buffer_type();
+        ggml_tensor *result = ggml_graph_node(graph, 0); // nobody reads the others, so they lie in the same place
         size_t size = kAlign;
-        for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-            size += align_up(ggml_backend_buft_get_alloc_size(buft, t));
-        }
+        each_placed(result, [&](ggml_tensor *t) { size += align_up(ggml_backend_buft_get_alloc_size(buft, t)); });
         memory = ledger ? ledger->ledger.allocate(Use::scratch, size)
                         : InnerBuffer(ggml_backend_buft_alloc_buffer(buft, size));
         if (!memory || stopped()) {
             return;
         }
         ggml_tallocr place = ggml_tallocr_new(memory.get());
-        for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-            ggml_tallocr_alloc(&place, t);
+        each_placed(result, [&](ggml_tensor *t) { ggml_tallocr_alloc(&place, t); });
+        for (int i = 1; i < graph->n_nodes; i++) {
+            ggml_backend_tensor_alloc(memory.get(), graph->nodes[i], result->data);
         }
         if (!ledger) {
             for (int i = 0; i < graph->n_nodes; i++) {
@@ -124,6 +125,13 @@ struct Products {
     }
     Products(const Products &) = delete;
     bool ok() const { return memory != nullptr; }
+    void each_placed(const ggml_tensor *result, const std::function<void(ggml_tensor *)> &use) {
+        for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
+            if (t->op == GGML_OP_NONE || t == result) {
+                use(t);
+            }
+        }
+    }
     void set(ggml_tensor *t, const void *data) {
         if (ledger) {
             ledger->inner.upload(nullptr, memory.get(), t->data, data, ggml_nbytes(t));
@@ -287,15 +295,21 @@ struct Copying {
 
 // Makes products of weights of a type and shape with n columns. Rates do not depend on the number of rows, so of a matrix
 // that is too large, or too slow, only some are measured. `total`: bytes of weights at most. `most`: bytes of memory.
+// `most_flops`: of all products together.
 static Products products_of(Device *ledger, ggml_type type, int64_t rows, int64_t cols, uint32_t n, size_t total,
                             size_t most, double most_flops) {
     const size_t row = ggml_row_size(type, cols);
-    const double fit = std::min((double)most / 2 / (double)(row + 4 * n), most_flops / 2 / (double)cols / n);
+    const double most_rows = most_flops / 2 / (double)cols / n;
+    const double fit = std::min((double)most / 2 / (double)(row + 4 * n), most_rows);
     const int64_t n_rows = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)fit / 32 * 32));
-    return Products(ledger, type, n_rows, cols, n, std::min(total, most / 2) / n);
+    return Products(ledger, type, n_rows, cols, n, std::min({total, most / 2, (size_t)(most_rows * (double)row)}));
 }
 
 static constexpr double kCpuFlops = 4e9; // of one measured call at most
+// So long may a call on the device take: much longer than the driver needs to begin work and to tell its end.
+static constexpr double kCallSeconds = 0.01;
+// The CPU's rates do not rise with more columns.
+static constexpr uint32_t kMostCpuColumns = 512;
 static constexpr size_t kLookBytes = (size_t)128 << 20;
 
 static bool is_kind(int type, int64_t rows, int64_t cols) {
@@ -416,30 +430,36 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.inner.synchronize();
-    const uint32_t batches[FSD_PROBE_BATCHES] = {1, 16, 64, 512};
+    const uint32_t batches[FSD_PROBE_BATCHES] = {1, 16, 64, 512, 2048};
     const double each = seconds / (2 * FSD_PROBE_BATCHES + 1);
     const Quirks &quirks = d.inner.quirks;
-    auto make = [&](Device *ledger, size_t most, double most_flops, uint32_t n) {
-        return products_of(ledger, (ggml_type)type, rows, cols, n, quirks.probe_bytes, most, most_flops);
-    };
+    double most_flops = quirks.probe_flops;
     for (int i = 0; i < FSD_PROBE_BATCHES && !stopped(); i++) {
         const uint32_t n = r->tokens[i] = batches[i];
-        Products on_cpu = make(nullptr, SIZE_MAX, kCpuFlops, n);
-        r->cpu_flops[i] = on_cpu.ok() ? on_cpu.flops / seconds_of(d.cpu, on_cpu, each) : 0;
-        if (n == 1) {
-            Copies copies(d, quirks.probe_bytes);
-            if (!on_cpu.ok() || !copies.ok()) {
-                return FSD_OUT_OF_MEMORY;
+        if (n > kMostCpuColumns) {
+            r->cpu_flops[i] = r->cpu_flops[i - 1];
+        } else {
+            Products on_cpu =
+                products_of(nullptr, (ggml_type)type, rows, cols, n, quirks.probe_bytes / n, SIZE_MAX, kCpuFlops);
+            r->cpu_flops[i] = on_cpu.ok() ? on_cpu.flops / seconds_of(d.cpu, on_cpu, each) : 0;
+            if (n == 1) {
+                Copies copies(d, quirks.probe_bytes);
+                if (!on_cpu.ok() || !copies.ok()) {
+                    return FSD_OUT_OF_MEMORY;
+                }
+                Copying copying(copies, d.inner.copy_bytes);
+                r->cpu_beside_copies = (double)on_cpu.weight_bytes / seconds_of(d.cpu, on_cpu, each);
+                r->h2d_beside_cpu = copying.rate();
             }
-            Copying copying(copies, d.inner.copy_bytes);
-            r->cpu_beside_copies = (double)on_cpu.weight_bytes / seconds_of(d.cpu, on_cpu, each);
-            r->h2d_beside_cpu = copying.rate();
         }
         if (stopped()) {
             break;
         }
-        Products on_gpu = make(&d, room_of(d), quirks.probe_flops, n);
+        Products on_gpu = products_of(&d, (ggml_type)type, rows, cols, n, quirks.probe_bytes, room_of(d), most_flops);
         r->gpu_flops[i] = on_gpu.ok() ? on_gpu.flops / seconds_of(d.inner.compute, on_gpu, each) : 0;
+        if (r->gpu_flops[i] > 0) { // more columns take longer for each weight
+            most_flops = std::min(quirks.probe_flops, kCallSeconds * r->gpu_flops[i]);
+        }
     }
     if (stopped()) {
         return FSD_STOPPED;

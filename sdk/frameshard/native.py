@@ -28,7 +28,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-INTERFACE_VERSION = 7
+INTERFACE_VERSION = 8
 
 
 class _Config(ctypes.Structure):
@@ -210,7 +210,7 @@ class _Pacing(ctypes.Structure):
 SCHEDULING_MODES = ("prioritize_graphics", "balance", "prioritize_compute")
 
 
-_PIECES, _THREADS, _BATCHES, _LOOK_BATCHES = 4, 3, 4, 2
+_PIECES, _THREADS, _BATCHES, _LOOK_BATCHES = 4, 3, 5, 2
 
 
 class _MachineRates(ctypes.Structure):

@@ -1,10 +1,10 @@
 """Measures the machine with the shard device, and keeps the resulting profile.
 
-A profile belongs to a fingerprint: the processor, the thread count, the device, its driver and its link, and how
-weights are copied to it where their memory could not be registered with the driver. The measurement takes a few
-seconds. The profile is kept in frameshard's cache directory until the fingerprint changes. Some rates depend on the
-model: products with its kinds of weights, and attention with its heads. These are measured when a model first needs
-them, and added to the profile. Rates are per second.
+A profile belongs to a fingerprint: the processor, the thread count, the device, its driver and its link, how weights
+are copied to it where their memory could not be registered with the driver, and the version of the measurements. The
+measurement takes a few seconds. The profile is kept in frameshard's cache directory until the fingerprint changes.
+Some rates depend on the model: products with its kinds of weights, and attention with its heads. These are measured
+when a model first needs them, and added to the profile. Rates are per second.
 
 A launch does not wait for that: it plans from an estimate, and :mod:`frameshard.engine.idle` measures later.
 """
@@ -45,6 +45,7 @@ from frameshard.plan.profile import (
 
 logger = logging.getLogger("frameshard.plan")
 
+_PROBES = 2  # the version of what is measured and how: profiles of another version are measured again
 _COPY_BYTES = 16 << 20  # size of one copy; the shard device's default
 # This matrix is so large, and its type so simple to compute, that a product with one column runs at the full rate of
 # the device's memory.
@@ -65,6 +66,7 @@ def fingerprint(device: str, n_threads: int) -> dict[str, str | int | float]:
         "cores": os.cpu_count() or 1,
         "threads": n_threads,
         "device": name,
+        "probes": _PROBES,
     }
     if name == EMULATED:
         out["link_gbps"] = link_gbps
