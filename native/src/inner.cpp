@@ -16,12 +16,13 @@ static constexpr size_t MiB = 1024 * 1024;
 static constexpr Quirks kQuirks[] = {
     // Prefill is merged to 0.5 ms of an H100, 10 ms of a laptop.
     {"CUDA", false, 2 * MiB, HostReads::pinned, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB,
-     1e13, 512, 0.25, true},
+     1e13, 0.5, 512, 0.25, true},
     {"Vulkan", false, 2 * MiB, HostReads::never, true, true, true, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB,
-     1e13, 512, 0.25, false},
-    {"emulated", true, 1, HostReads::always, false, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 64, 0, false},
+     1e13, 0.5, 512, 0.25, false},
+    {"emulated", true, 1, HostReads::always, false, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 0, 64, 0,
+     false},
     {"", false, 2 * MiB, HostReads::never, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13,
-     512, 0.25, false},
+     0.5, 512, 0.25, false},
 };
 
 const Quirks &quirks_of(const char *name) {
@@ -44,9 +45,11 @@ bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
     quirks = quirks_of(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)));
     if (strstr(ggml_backend_dev_description(device),
                "llvmpipe")) { // Vulkan in software: measured like the emulated one
-        quirks.probe_bytes = quirks_of("emulated").probe_bytes;
-        quirks.probe_flops = quirks_of("emulated").probe_flops;
-        quirks.probe_queries = quirks_of("emulated").probe_queries;
+        const Quirks &emulated = quirks_of("emulated");
+        quirks.probe_bytes = emulated.probe_bytes;
+        quirks.probe_flops = emulated.probe_flops;
+        quirks.warm_up_s = emulated.warm_up_s;
+        quirks.probe_queries = emulated.probe_queries;
     }
     this->copy_bytes = copy_bytes;
     // ggml-cuda registers host memory only if this is set. llama.cpp's own use of it does not apply to our buffers.

@@ -210,7 +210,7 @@ class _Pacing(ctypes.Structure):
 SCHEDULING_MODES = ("prioritize_graphics", "balance", "prioritize_compute")
 
 
-_PIECES, _THREADS, _BATCHES, _LOOK_BATCHES = 4, 3, 5, 2
+_PIECES, _THREADS, _BATCHES, _LOOK_BATCHES = 4, 3, 5, 3
 
 
 class _MachineRates(ctypes.Structure):
