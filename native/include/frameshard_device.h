@@ -324,9 +324,10 @@ FSD_API fsd_status fsd_trace_start(void);
 /* Ends the recording and fills in up to n_max spans in order of their start; *n gets their number. */
 FSD_API fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n);
 
-/* Measurements of the machine for a profile. Each takes about `seconds`, and half a second more if a GPU was idle. Call before fsd_commit or between graphs. Rates are
- * bytes or floating-point operations per second; 0 if there was no room or the device cannot do it. They use at most half of
- * the budget that is free or that weights and the ring can give back. A request for a budget ends them: FSD_STOPPED. */
+/* Measurements of the machine for a profile. Each takes about `seconds`, and half a second more where a GPU was idle. Call
+ * before fsd_commit or between graphs. Rates are bytes or floating-point operations per second; 0 if there was no room or the
+ * device cannot do it. They use at most half of the budget that is free or that weights and the ring can give back. A request
+ * for a budget ends them: FSD_STOPPED. */
 #define FSD_PROBE_PIECES 4
 #define FSD_PROBE_THREADS 3
 #define FSD_PROBE_BATCHES 5
@@ -367,8 +368,8 @@ typedef struct {
 FSD_API fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int64_t n_head_kv, int64_t n_kv,
                                        double seconds, fsd_attention_rates *rates);
 
-/* A look of up to a second, for a plan until the measurements above were made: one size of copies, and few products
- * of weights of a ggml type and shape. */
+/* A look of up to a second, for a plan until the measurements above were made: one size of copies, and few products of weights
+ * of a ggml type and shape. */
 #define FSD_LOOK_BATCHES 3
 typedef struct {
     uint32_t struct_size;

@@ -17,6 +17,8 @@ namespace fsd {
 // The most spare host memory for blocks in VRAM, and the share of the free host memory that it may take: one in so many.
 static constexpr uint64_t kMostSpare = (uint64_t)8 << 30;
 static constexpr uint64_t kSpareShare = 6;
+// While no sequence has cells, their room stays for the next one: one part in so many of the budget at most.
+static constexpr uint64_t kKeptShare = 8;
 // Cells that are mirrored at a time.
 static constexpr int64_t kLeastMirrored = 64;
 
@@ -416,8 +418,8 @@ size_t KvStore::fetch_blocks() {
     return done;
 }
 
-// The cells and streams that each block of a group should have storage for.
-static std::pair<int64_t, int64_t> extent_of(const KvGroup &g, bool may_shrink) {
+// The cells and streams that each block of a group should have storage for. `keep`: it keeps what it has if none is in use.
+static std::pair<int64_t, int64_t> extent_of(const KvGroup &g, bool may_shrink, bool keep) {
     int64_t used = 0, streams = 0, held = 0, held_streams = 0;
     for (int64_t s = 0; s < g.streams; s++) {
         used = std::max(used, g.used[(size_t)s]);
@@ -428,7 +430,7 @@ static std::pair<int64_t, int64_t> extent_of(const KvGroup &g, bool may_shrink) 
         held_streams = std::max(held_streams, b->streams);
     }
     const int64_t cells = cells_to_hold(used, g.cells);
-    if (may_shrink && cells * streams * 2 <= held * held_streams) {
+    if (may_shrink && !(keep && used == 0) && cells * streams * 2 <= held * held_streams) {
         return {cells, streams};
     }
     if (used > held) {
@@ -455,8 +457,9 @@ bool KvStore::resize(KvBlock &b, int64_t cells, int64_t streams) {
 
 bool KvStore::settle(bool may_shrink) {
     std::map<const KvGroup *, std::pair<int64_t, int64_t>> extents;
+    const bool keep = ledger_.used(Use::kv) <= ledger_.budget() / kKeptShare;
     for (KvBlock *b : last_to_spill()) {
-        extents.try_emplace(b->group, extent_of(*b->group, may_shrink));
+        extents.try_emplace(b->group, extent_of(*b->group, may_shrink, keep));
     }
     for (KvBlock *b : last_to_spill()) {
         const auto [cells, streams] = extents[b->group];

@@ -145,12 +145,14 @@ static double seconds_on_cpu(Products &p, double budget_s) {
     return timed(budget_s, [&] { ggml_backend_graph_compute(device().cpu, p.graph); });
 }
 
-// The clock of an idle GPU is low. So that rates are those of a busy one, it computes for a while before it is measured, if
-// its last measurement was too long ago.
+// The clock of an idle GPU is low. So that rates are those of a busy one, it computes for a while before it is measured.
 static double seconds_on_device(Device &d, ggml_cgraph *graph, double budget_s) {
     static double busy_s = 0; // when the last measurement ended
     constexpr double kKeepsClockS = 0.2;
     const auto compute = [&] { ggml_backend_graph_compute(d.inner.compute, graph); };
+    if (!stopped()) {
+        compute(); // the driver may compile its kernels first, for seconds in which the GPU is idle
+    }
     const double start_s = now(), idle_s = start_s - busy_s;
     while (idle_s > kKeepsClockS && !stopped() && now() - start_s < d.inner.quirks.warm_up_s) {
         compute();

@@ -283,8 +283,18 @@ SCENARIO(room_for_keys_and_values_goes_with_what_is_in_use) {
     s.cut(2, 0);
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     CHECK(stats().kv_bytes == 512 * kCellBytes);
+    // While no sequence has cells, their room stays for the next one, unless it is a large part of the budget.
     s.check({0, 1, 1});
     s.cut(0, 0);
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    CHECK(8 * 512 * kCellBytes < s.full && stats().kv_bytes == 512 * kCellBytes);
+    for (int i = 0; i < kStreams; i++) {
+        CHECK(fsd_use_kv((uint32_t)i, kCells) == FSD_OK);
+    }
+    CHECK(8 * stats().kv_bytes > s.full);
+    for (int i = 0; i < kStreams; i++) {
+        CHECK(fsd_use_kv((uint32_t)i, 0) == FSD_OK);
+    }
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     CHECK(stats().kv_bytes == 0 && stats().streamed_bytes == 0);
     // When a sequence needs more room, those that have ended get none.
