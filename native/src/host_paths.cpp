@@ -146,15 +146,6 @@ bool HostPaths::import_pages(Range &range, char *begin, char *end) {
 }
 
 // Backends that have no more pinned memory give other memory instead.
-InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes) {
-    ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device);
-    InnerBuffer memory(ggml_backend_buft_alloc_buffer(host, bytes));
-    if (memory && ggml_backend_buffer_get_type(memory.get()) != host) {
-        memory.reset();
-    }
-    return memory;
-}
-
 bool HostPaths::copy_range(Range &range) {
     const size_t bytes = (size_t)(range.end - range.begin);
     if (!has_room(bytes)) {

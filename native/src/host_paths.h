@@ -9,6 +9,7 @@
 #pragma once
 
 #include "frameshard_device.h"
+#include "pinned.h"
 
 #include "ggml-backend.h"
 
@@ -20,11 +21,6 @@
 #include <vector>
 
 namespace fsd {
-
-struct BufferDeleter {
-    void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); }
-};
-using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
 
 enum class HostPath : uint32_t {
     direct = FSD_HOST_DIRECT,
@@ -60,9 +56,6 @@ class Copiers {
     bool stopped_ = false;
     std::vector<std::thread> threads_;
 };
-
-// Pinned memory of the device, which must have a host buffer type; null if there is no more of it.
-InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes);
 
 class HostPaths {
   public:

@@ -68,21 +68,11 @@ void KvStore::release_block(KvBlock &b) {
     generation_++;
 }
 
-// Memory that goes back to the system when it is freed, which malloc's may not.
-static InnerBuffer pageable_memory(size_t bytes) {
-    char *pages = reserve_addresses(bytes);
-    if (!pages) {
-        return nullptr;
-    }
-    InnerBuffer memory(ggml_backend_cpu_buffer_from_ptr(pages, bytes));
-    memory->iface.free_buffer = [](ggml_backend_buffer_t b) { release_addresses((char *)b->context, b->size); };
-    return memory;
-}
-
-// Copies from pinned memory run at the link's full rate. A parked cache is not read for long.
+// Zeroed. A parked cache is not read for long, so it need not be pinned.
 InnerBuffer KvStore::host_memory(size_t bytes) const {
-    ggml_backend_buffer_type_t pinned = pageable_ ? nullptr : inner_.host_buffer_type();
-    return pinned ? InnerBuffer(ggml_backend_buft_alloc_buffer(pinned, bytes)) : pageable_memory(bytes);
+    const bool pins = !pageable_ && inner_.host_buffer_type();
+    InnerBuffer pinned = pins ? allocate_pinned(inner_.dev, bytes) : nullptr;
+    return pinned ? std::move(pinned) : allocate_pages(bytes);
 }
 
 InnerBuffer KvStore::take_spare(KvBlock &b) {
@@ -121,13 +111,13 @@ size_t KvStore::add_spare() {
         InnerBuffer memory;
         if (large) {
             memory = take_spare(b);
+            ggml_backend_buffer_clear(memory.get(), 0);
         } else if (all <= kMostSpare && has_room(kSpareShare * all)) {
             memory = host_memory(bytes);
         }
         if (!memory) {
             return 0;
         }
-        ggml_backend_buffer_clear(memory.get(), 0); // now the system gives its pages
         set_spare(b, std::move(memory), 0, 0);
         return size_of(b.spare);
     }
@@ -203,7 +193,7 @@ bool KvStore::relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host)
     InnerBuffer storage;
     char *base = nullptr;
     const bool spare = to_host && bytes > 0 && size_of(b.spare) >= bytes;
-    const bool cleared = spare && (b.spare_cells == 0 || (b.spare_cells == cells && b.spare_streams == streams));
+    const bool cleared = !spare || b.spare_cells == 0 || (b.spare_cells == cells && b.spare_streams == streams);
     if (bytes > 0) {
         if (to_host) {
             std::copy_n(b.mirrored.begin(), spare && same ? n.size() : 0, there.begin());

@@ -13,6 +13,7 @@
 #else
 #include <cerrno>
 #include <cstring>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -102,6 +103,11 @@ void *map_shared(const char *path, size_t size, std::string &why) {
     return p;
 }
 
+void *loaded_symbol(const char *library, const char *name) {
+    const HMODULE module = GetModuleHandleA(library);
+    return module ? (void *)GetProcAddress(module, name) : nullptr;
+}
+
 // The sleeps of MinGW's C++ library end up to a millisecond early, and those of Microsoft's last until the next tick of the
 // system's clock, up to 15.6 ms.
 void sleep_until(std::chrono::steady_clock::time_point end) {
@@ -159,6 +165,11 @@ void release_addresses(char *p, size_t size) { munmap(p, size); }
 void forget_pages(char *p, size_t size) { madvise(p, size, MADV_DONTNEED); }
 
 size_t page_bytes() { return (size_t)sysconf(_SC_PAGESIZE); }
+
+void *loaded_symbol(const char *library, const char *name) {
+    void *handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD); // never closed, so that the function stays
+    return handle ? dlsym(handle, name) : nullptr;
+}
 
 void prefer_large_pages(void *p, size_t size) {
 #if defined(MADV_HUGEPAGE)

@@ -39,6 +39,9 @@ void each_line(const char *path, const std::function<bool(const char *line)> &is
 // the reason in `why`.
 void *map_shared(const char *path, size_t size, std::string &why);
 
+// A function of a library that this process has loaded; null if there is none.
+void *loaded_symbol(const char *library, const char *name);
+
 uint64_t clock_ns(); // the clock of the frame block's times
 
 // An atomic load of a field of shared memory that is no std::atomic.

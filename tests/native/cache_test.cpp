@@ -287,7 +287,8 @@ SCENARIO(room_for_keys_and_values_goes_with_what_is_in_use) {
     s.check({0, 1, 1});
     s.cut(0, 0);
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
-    CHECK(8 * 512 * kCellBytes < s.full && stats().kv_bytes == 512 * kCellBytes);
+    CHECK(stats().kv_bytes == 512 * kCellBytes);
+    s.set_budget(s.full);
     for (int i = 0; i < kStreams; i++) {
         CHECK(fsd_use_kv((uint32_t)i, kCells) == FSD_OK);
     }

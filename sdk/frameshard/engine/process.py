@@ -88,6 +88,9 @@ MEASURE_S = 30.0
 STUCK_S = 2.0
 """After a decode has made no progress for so many seconds, pings are not answered. One operation may take a second."""
 
+SPARES_AT_LOAD_S = 0.5
+"""A launch takes host memory for the KV cache for at most so many seconds."""
+
 LOAD_RELEASE_S = 5.0
 WATCH_S = 0.25
 WATCH_SEND_S = 1.0
@@ -278,8 +281,18 @@ class Engine:
         host.set_budget(config.host_budget_bytes, LOAD_RELEASE_S, spare_bytes=0)
         self._watcher = Watcher(runtime, host)
         self._link.send(self._watcher.look(parked=False))
+        self._take_spares()
         self._loaded.set()
         self._link.send(report.ready(runtime, self._vision, time.monotonic() - started))
+
+    def _take_spares(self) -> None:
+        """Takes host memory for the KV cache, so that the budget may fall in the first prompt. What takes longer is
+        left to idle moments."""
+        until = time.monotonic() + SPARES_AT_LOAD_S
+        while self._sparing and time.monotonic() < until:
+            assert self._runtime is not None
+            assert self._runtime.placement is not None
+            self._sparing = self._runtime.placement.device.add_spare() > 0
 
     def _tell_loading(self, stage: m.LoadingStage, done: int, total: int) -> None:
         """Reports the progress of the load, for a bar: the ends of each stage, and not too often in between."""
