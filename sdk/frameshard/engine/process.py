@@ -232,6 +232,7 @@ class Engine:
         started = time.monotonic()
         events = batcher.step()
         ended = time.monotonic()
+        self._send_all(events)  # nobody needs to wait for what follows
         self._observe(runtime, ended - started, prefilling=prefilling)
         if runtime.placement is not None and not batcher.busy:
             runtime.placement.rates.keep()
@@ -241,7 +242,6 @@ class Engine:
             self._replan.set()
         if self._idle is not None:
             self._idle.disturb()
-        self._send_all(events)
         # Prompts and the encoder of images have evicted weights to get room. Between the first tokens they come back.
         encoded = any(isinstance(event, em.Progress) and event.phase == "encode" for event in events)
         self._filling = self._filling or encoded or (prefilling and not batcher.prefilling)
