@@ -19,7 +19,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 MAX_LINES = 15
 """A program that shows one thing is short. Blank lines do not count."""
 
-LIKELIEST = "sampling=frameshard.Sampling(temperature=0, max_tokens=64)"
+LIKELIEST = "sampling=frameshard.Sampling(temperature=0, max_tokens=20)"
+WITH_CALLS = "sampling=frameshard.Sampling(temperature=0, max_tokens=64)"  # a call takes some of the tokens
 WHOLE = "sampling=frameshard.Sampling(temperature=0)"
 
 
@@ -65,7 +66,7 @@ def test_host_memory(model_path: Path) -> None:
 
 
 def test_tools(model_path: Path) -> None:
-    command = program("tools.md", **{'conversation="smith"': f'conversation="smith", {LIKELIEST}'})
+    command = program("tools.md", **{'conversation="smith"': f'conversation="smith", {WITH_CALLS}'})
     assert printed(command).strip()
 
 
@@ -99,7 +100,7 @@ def test_a_client_of_the_http_server(tmp_path: Path, model_path: Path) -> None:
         (tmp_path / "key").write_text(http.key)
         names = {
             "127.0.0.1:8080": f"127.0.0.1:{http.port}",
-            'user="mira",': 'user="mira", temperature=0, max_tokens=64,',
+            'user="mira",': 'user="mira", temperature=0, max_tokens=20,',
         }
         assert printed(program("http.md", 1, **names), cwd=tmp_path).strip()
 

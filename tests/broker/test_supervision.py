@@ -93,16 +93,17 @@ async def kill_engine_in_mid_stream(client: frameshard.Client, stream: frameshar
 
 
 @in_trio
-async def test_an_engine_killed_in_mid_stream_twenty_times() -> None:
+async def test_an_engine_killed_in_mid_stream_again_and_again() -> None:
+    """More often than the restart limit: deaths of engines that make progress do not count."""
     rng = random.Random(20)
     async with launch(engine=fake_engine(delay_s=0.002)) as client:
-        for _ in range(20):
+        for _ in range(8):
             async with client.complete(WORDS) as stream:
                 await kill_engine_in_mid_stream(client, stream, rng.randint(1, 150))
             assert stream.text == WORDS
             assert stream.result is not None
             assert stream.result.n_generated == 200
-        assert (await client.stats()).broker.engine_restarts == 20
+        assert (await client.stats()).broker.engine_restarts == 8
 
 
 @in_trio
@@ -148,8 +149,9 @@ async def test_all_jobs_survive_an_engine() -> None:
         assert [(change.state, change.restarts) for change in seen] == [("restarting", 0), ("ready", 1)]
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+# Both devices and both ways to pick a token, each once: the device matters when the text so far is read again, and the
+# way to pick only after that.
+@pytest.mark.parametrize(("device", "temperature"), [("cpu", 0.9), ("emulated", 0.0)])
 def test_the_real_engine_killed_in_mid_stream(talking_model: Path, device: str, temperature: float) -> None:
     """The engine is killed four times in one answer. The text is that of an undisturbed run."""
 
@@ -267,7 +269,7 @@ async def test_jobs_beside_one_that_kills_the_engine_go_on() -> None:
     """The job that kills engines is submitted first, in the middle or last. It fails after two deaths. The other jobs
     lose nothing."""
     for place in range(3):
-        async with launch(engine=fake_engine(poison="poison", delay_s=0.005), n_parallel=3) as client:
+        async with launch(engine=fake_engine(poison="poison", delay_s=0.002), n_parallel=3) as client:
             ended: dict[int, str] = {}
 
             async def run(client: frameshard.Client, ended: dict[int, str], index: int, prompt: str) -> None:
@@ -465,11 +467,11 @@ async def test_a_busy_engine_is_left_in_peace() -> None:
 
 
 @in_trio
-async def test_a_busy_engine_that_is_stopped_is_replaced(model_path: Path) -> None:
+async def test_a_busy_engine_that_is_stopped_is_replaced(shallow_model: Path) -> None:
     """It is replaced much sooner than an engine that hangs, because none of its threads answers."""
     options = {"device": "cpu", "n_ctx": 512, "n_parallel": 2, "n_threads": 1}
     sampling = frameshard.Sampling(max_tokens=200, temperature=0.0)
-    async with frameshard.launch(model_path, hang_busy_s=600.0, hang_still_s=3.0, **options) as client:
+    async with frameshard.launch(shallow_model, hang_busy_s=600.0, hang_still_s=3.0, **options) as client:
         async with client.complete("Once upon a time", sampling=sampling) as stream:
             await stream.__anext__()
             freeze(await engine_pid(client))
@@ -479,12 +481,12 @@ async def test_a_busy_engine_that_is_stopped_is_replaced(model_path: Path) -> No
 
 
 @in_trio
-async def test_an_engine_that_is_stopped_while_it_loads_is_replaced(model_path: Path) -> None:
+async def test_an_engine_that_is_stopped_while_it_loads_is_replaced(talking_model: Path) -> None:
     """It is replaced much sooner than an engine whose load hangs."""
-    slow = "import time\nload = process.Engine._load\nprocess.Engine._load = lambda *a: (time.sleep(2), load(*a))"
+    slow = "import time\nload = process.Engine._load\nprocess.Engine._load = lambda *a: (time.sleep(1), load(*a))"
     options = {"device": "cpu", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "engine": patched_engine(slow)}
     sampling = frameshard.Sampling(max_tokens=20, temperature=0.0)
-    async with frameshard.launch(model_path, hang_load_s=600.0, hang_still_s=1.0, **options) as client:
+    async with frameshard.launch(talking_model, hang_load_s=600.0, hang_still_s=1.0, **options) as client:
         first = (await client.stats()).broker.engine_pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
@@ -661,7 +663,8 @@ def launched(*args: str) -> tuple[subprocess.Popen[str], list[int], Path]:
     return process, [int(broker), int(engine)], directory
 
 
-@pytest.mark.parametrize("round_", range(20))
+# Each round is the same. Several show an end that leaves something behind only now and then.
+@pytest.mark.parametrize("round_", range(6))
 def test_nothing_outlives_a_killed_host(round_: int) -> None:
     process, pids, directory = launched("fake")
     with process:
@@ -671,7 +674,7 @@ def test_nothing_outlives_a_killed_host(round_: int) -> None:
 
 
 def test_nothing_of_the_real_engine_outlives_a_killed_host(talking_model: Path) -> None:
-    for _ in range(5):
+    for _ in range(2):
         process, pids, directory = launched(str(talking_model))
         with process:
             process.kill()

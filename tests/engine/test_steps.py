@@ -23,20 +23,22 @@ def n_graphs(child: EngineProcess, prompt: str) -> int:
 
 
 def test_the_floor_is_the_same_after_any_launch(deep_model: Path) -> None:
+    fields = {**FIELDS, "device": "emulated"}  # no floor depends on the link
     floors = []
     for budget_bytes in (0, 64 * MIB, 16 * MIB):
-        with engine(deep_model, **FIELDS, vram_budget_bytes=budget_bytes) as child:
+        with engine(deep_model, **fields, vram_budget_bytes=budget_bytes) as child:
             assert child.run(PROMPT, params=SHORT)[-1]["ev"] == "done"
             floors.append(child.stats()["floor_bytes"])
     assert len(set(floors)) == 1
-    with engine(deep_model, **FIELDS, n_ubatch=2048) as child:  # which is the largest step of the others
+    with engine(deep_model, **fields, n_ubatch=2048) as child:  # which is the largest step of the others
         assert child.stats()["floor_bytes"] > 2 * floors[0]
 
 
-def test_steps_follow_the_budget(deep_model: Path) -> None:
+def test_steps_follow_the_budget(deep_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the floor a prompt is read in small steps, because no others fit. With more VRAM it is read in large ones,
-    because the weights take seconds to copy for each."""
-    with engine(deep_model, **{**FIELDS, "device": "emulated:0.01"}) as child:
+    because the weights take a second to copy for each."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no plan is made from what earlier engines have learned
+    with engine(deep_model, **{**FIELDS, "device": "emulated:0.02"}) as child:
         floor = child.stats()["floor_bytes"]
         seen = []
         for budget_bytes in (floor + 24 * MIB, floor, floor + 24 * MIB):
@@ -60,7 +62,7 @@ def test_a_shrink_in_the_middle_of_a_large_step(
     with engine(path, **FIELDS, vram_budget_bytes=0) as child:
         floor = child.stats()["floor_bytes"]
         expected = ids(child.run(PROMPT, params=SHORT))
-        for _ in range(4):
+        for _ in range(2):
             child.budget(floor + 24 * MIB)
             child.wait_for("released")
             before = child.stats()["graphs"]
