@@ -34,6 +34,10 @@ if sys.platform == "win32":
     _lines = (Path(__file__).parent / "windows" / "exceptions.txt").read_text().splitlines()
     EXCEPTIONS.update(line.split(None, 1) for line in _lines if not line.startswith("#"))
 
+LONG = ("test_samples.py", "test_streaming_world.py", "engine/test_disk_tier.py", "simulation/", "hostile/")
+"""Tests that take long, by the start of their id. They come first: a long test that began last would keep one process
+of tests busy while the other has nothing left to do."""
+
 collect_ignore = [start for start in EXCEPTIONS if start.endswith(".py")]
 
 # There is no deadline, because the machine may be busy with other tests.
@@ -51,11 +55,12 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests that do not run on this system."""
+    """Skips the tests that do not run on this system, and puts long ones first."""
     for item in items:
         for start, why in EXCEPTIONS.items():
             if item.nodeid.removeprefix("tests/").startswith(start):
                 item.add_marker(pytest.mark.skip(reason=why))
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
 
 
 @contextmanager
