@@ -15,8 +15,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def streamer(model_path: Path) -> Iterator[EngineProcess]:
-    with engine(model_path, device="emulated", mode="stream_only", n_ctx=2048, n_parallel=2) as child:
+def streamer(shallow_model: Path) -> Iterator[EngineProcess]:
+    with engine(shallow_model, device="emulated", mode="stream_only", n_ctx=2048, n_parallel=2) as child:
         yield child
 
 
@@ -41,10 +41,10 @@ def settle(child: EngineProcess, n_bytes: int) -> Event:
     return stats
 
 
-def test_ready_names_floor_and_full(model_path: Path) -> None:
+def test_ready_names_floor_and_full(shallow_model: Path) -> None:
     child = EngineProcess()
     try:
-        ready = child.load(model_path, device="emulated", n_ctx=512, n_parallel=1, n_threads=1)
+        ready = child.load(shallow_model, device="emulated", n_ctx=512, n_parallel=1, n_threads=1)
         info = ready["model"]
         assert 0 < info["floor_bytes"] < info["full_bytes"]
         assert ready["vram_budget_bytes"] == 0
@@ -57,27 +57,27 @@ def test_ready_names_floor_and_full(model_path: Path) -> None:
         child.close()
 
 
-def test_loads_at_the_floor_and_not_below(model_path: Path) -> None:
+def test_loads_at_the_floor_and_not_below(shallow_model: Path) -> None:
     fields: dict[str, object] = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1}
     child = EngineProcess()
     try:
-        event = child.load(model_path, **fields, vram_budget_bytes=4 * MIB)
+        event = child.load(shallow_model, **fields, vram_budget_bytes=4 * MIB)
         assert event["ev"] == "fatal"
         assert event["error"]["name"] == "budget_below_floor"
         floor = event["error"]["detail"]["floor_bytes"]
         assert floor > 4 * MIB
     finally:
         child.close()
-    with engine(model_path, **fields, vram_budget_bytes=floor) as child:
+    with engine(shallow_model, **fields, vram_budget_bytes=floor) as child:
         assert text(child.run(CASTLE))
         stats = child.stats()
         assert stats["peak_bytes"] <= stats["budget_bytes"] == floor
 
 
-def test_unknown_device(model_path: Path) -> None:
+def test_unknown_device(shallow_model: Path) -> None:
     child = EngineProcess()
     try:
-        event = child.load(model_path, device="CUDA77")
+        event = child.load(shallow_model, device="CUDA77")
         assert event["error"]["name"] == "unknown_device"
         assert "emulated" in event["error"]["detail"]["devices"]
         assert event["error"]["message"].startswith("no device named 'CUDA77'")
@@ -87,7 +87,7 @@ def test_unknown_device(model_path: Path) -> None:
 
 
 def test_same_text_while_vram_goes_and_comes(full: EngineProcess) -> None:
-    params = {"max_tokens": 60}
+    params = {"max_tokens": 120}
     alone = full.run(CASTLE, params=params)
     floor, everything = full.stats()["floor_bytes"], full.stats()["full_bytes"]
     budgets = {5: floor, 20: (floor + everything) // 2, 30: floor + MIB, 40: 0}
@@ -110,7 +110,7 @@ def test_same_text_while_vram_goes_and_comes(full: EngineProcess) -> None:
 
 
 def test_shrinks_in_the_middle_of_a_prompt(full: EngineProcess) -> None:
-    prompt = LONG * 30
+    prompt = LONG * 60
     alone = text(full.run(prompt, params={"max_tokens": 8}))
     floor = full.stats()["floor_bytes"]
     job = full.submit(prompt, params={"max_tokens": 8})
@@ -123,7 +123,7 @@ def test_shrinks_in_the_middle_of_a_prompt(full: EngineProcess) -> None:
 
 
 def test_below_the_floor_is_refused_and_nothing_changes(full: EngineProcess) -> None:
-    job = full.submit(CASTLE, params={"max_tokens": 40})
+    job = full.submit(CASTLE, params={"max_tokens": 120})
     full.wait_for("token", job=job)
     floor = full.stats()["floor_bytes"]
     seq = full.budget(floor - 1)

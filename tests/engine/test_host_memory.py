@@ -68,11 +68,14 @@ async def talk(client: frameshard.Client, n_turns: int, n_words: int = 5) -> lis
 def test_the_parts_add_up_to_what_the_system_counts(model_path: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         await talk(client, 1)
+        await client.set_budget(VRAM_MB, host_budget_mb=8192)  # without a limit, measurements may be a minute apart
         while True:  # until the jobs' memory has been measured
             host = await figures(client)
             if host["kv_store_bytes"] and abs(host["observed_bytes"] - host["used_bytes"]) < 8 * MIB:
                 break
             await trio.sleep(0.1)
+        await client.set_budget(VRAM_MB, host_budget_mb=0)
+        host = await figures(client)
         assert sum(host[part] for part in PARTS) == host["used_bytes"]
         assert abs(host["weights_bytes"] - model_path.stat().st_size) < 8 * MIB
         assert host["processes_bytes"] < 400 * MIB  # without the emulated device's VRAM, and broker and engine once
@@ -163,7 +166,7 @@ def test_the_processes_are_the_same_with_a_limit(own_moe: Path) -> None:
     play(own_moe, main)
 
 
-def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -> None:
+def test_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -> None:
     """Shrinks to little more than the floor and growths take turns, first while prompts are read, then during answers.
     Each release is within the limit by both counts. Most weights come from disk then."""
     calm: list[str] = []
@@ -198,7 +201,7 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
         async with trio.open_nursery() as nursery:
             nursery.start_soon(disturb)
             shrunk.extend(await talk(client, 2))
-            while n_shrinks < 120:
+            while n_shrinks < 50:
                 again.add((await client.ask(LORE * 4, sampling=FEW).completed()).text)
             nursery.cancel_scope.cancel()
         engine = (await client.stats()).engine
