@@ -166,7 +166,7 @@ def test_the_processes_are_the_same_with_a_limit(own_moe: Path) -> None:
     play(own_moe, main)
 
 
-def test_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -> None:
+def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -> None:
     """Shrinks to little more than the floor and growths take turns, first while prompts are read, then during answers.
     Each release is within the limit by both counts. Most weights come from disk then."""
     calm: list[str] = []
@@ -201,7 +201,7 @@ def test_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(disturb)
             shrunk.extend(await talk(client, 2))
-            while n_shrinks < 50:
+            while n_shrinks < 120:
                 again.add((await client.ask(LORE * 4, sampling=FEW).completed()).text)
             nursery.cancel_scope.cancel()
         engine = (await client.stats()).engine
