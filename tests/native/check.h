@@ -32,6 +32,9 @@ inline const char *&running_test() {
     static const TestRegistration registration_##name(#name, test_##name);                                             \
     static void test_##name()
 
+// A test inside "#ifdef __linux__". CMake registers it on Linux alone.
+#define LINUX_TEST(name) TEST(name)
+
 #define CHECK(condition)                                                                                               \
     do {                                                                                                               \
         if (!(condition)) {                                                                                            \

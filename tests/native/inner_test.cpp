@@ -56,7 +56,7 @@ TEST(uploads_of_any_size_arrive) {
 
 #ifdef __linux__
 // The processes are counted as what the system counts less what is known to be held.
-TEST(memory_for_reads_is_there_before_it_is_read_into) {
+LINUX_TEST(memory_for_reads_is_there_before_it_is_read_into) {
     Pacing pacing;
     Inner inner(pacing);
     ggml_backend_dev_t device = fs_emulated_device({});
