@@ -131,6 +131,24 @@ async def start(
         return process
 
 
+async def start_with_stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[trio.Process, trio.SocketStream]:
+    """Starts a child process like :func:`start`, with one end of a pair of sockets.
+
+    :returns: the process, and the other end.
+    :raises OSError: it cannot be started.
+    """
+    import trio
+
+    ours, theirs = socket_pair()
+    try:
+        with theirs:
+            process = await start(command, theirs, env=env)
+    except BaseException:
+        ours.close()
+        raise
+    return process, trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+
+
 def inherited_socket(number: int) -> socket.socket:
     """The socket that this process has got from the one that has started it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -123,6 +124,33 @@ async def test_an_engine_whose_child_holds_its_socket_is_replaced() -> None:
     finally:
         for child in holding:
             os.kill(child, signal.SIGKILL)
+
+
+@in_trio
+async def test_a_launch_says_that_the_engine_cannot_be_started(tmp_path: Path) -> None:
+    with pytest.raises(errors.EngineDied, match=r"process cannot be started: .+"):
+        async with launch(engine=(str(tmp_path / "engine"),)):
+            pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows starts no scripts")
+@in_trio
+async def test_jobs_wait_while_the_engine_cannot_be_started(tmp_path: Path) -> None:
+    """As when the system has no memory or no descriptors for a while."""
+    script = tmp_path / "engine"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(fake_engine(delay_s=0.002))} "$@"\n')
+    script.chmod(0o755)
+    async with launch(engine=(str(script),), restart_limit=100) as client:
+        async with client.complete(WORDS) as stream:
+            await stream.__anext__()
+            away = script.rename(tmp_path / "away")
+            os.kill(await engine_pid(client), signal.SIGKILL)
+            while (await client.stats()).broker.engine_restarts < 4:
+                await trio.sleep(0.05)
+            away.rename(script)
+            async for _ in stream:
+                pass
+        assert stream.text == WORDS
 
 
 @in_trio

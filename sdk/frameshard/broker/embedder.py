@@ -177,14 +177,11 @@ class Embedder:
         """
         self._current, self._n_dim, self._fatal = None, 0, None
         words = LastWords()
-        ours, theirs = system.socket_pair()
-        with theirs:
-            process = await system.start(
-                program.command("frameshard.engine.embedder", self._path),
-                theirs,
-                env={**os.environ, **ENVIRONMENT, **HIDE_GPUS},
-            )
-        stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        command = program.command("frameshard.engine.embedder", self._path)
+        try:
+            process, stream = await system.start_with_stream(command, {**os.environ, **ENVIRONMENT, **HIDE_GPUS})
+        except OSError as error:
+            return f"no process: {error.strerror or error}"
         assert process.stdout is not None
         async with trio.open_nursery() as listening:
             listening.start_soon(words.listen, process.stdout)

@@ -300,15 +300,17 @@ class Supervisor:
     async def _live(self) -> str:
         """Runs one engine process.
 
-        :returns: how it ended, as :func:`frameshard.system.ending` says it.
+        :returns: how it ended, as :func:`frameshard.system.ending` says it, or that it was not started.
         """
-        ours, theirs = system.socket_pair()
-        with theirs:
-            process = await system.start(self._config.engine, theirs, env={**os.environ, **ENVIRONMENT})
-        stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        self.pid, self._fatal, self._words, self._killed_for = process.pid, None, LastWords(), ""
+        self._fatal, self._words, self._killed_for = None, LastWords(), ""
         self._silent, self._still, self._ping_open, self._progress = 0, 0, False, False
         self._started_at = trio.current_time()
+        try:
+            process, stream = await system.start_with_stream(self._config.engine, {**os.environ, **ENVIRONMENT})
+        except OSError as error:  # the system lacks memory, processes or descriptors, perhaps not for long
+            self._fatal = EngineDied(f"the engine's process cannot be started: {error.strerror or error}")
+            return "no process"
+        self.pid = process.pid
         self._send, receive = trio.open_memory_channel[em.Command](math.inf)
         self.send(self._engine_config())
         assert process.stdout is not None
