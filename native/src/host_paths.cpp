@@ -145,7 +145,6 @@ bool HostPaths::import_pages(Range &range, char *begin, char *end) {
     return begin >= end;
 }
 
-// Backends that have no more pinned memory give other memory instead.
 bool HostPaths::copy_range(Range &range) {
     const size_t bytes = (size_t)(range.end - range.begin);
     if (!has_room(bytes)) {

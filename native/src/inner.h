@@ -53,11 +53,12 @@ struct Quirks {
     // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
     // and while the host is paced, and bytes times tokens for prefill.
     size_t decode_merge, paced_decode_merge, prefill_merge;
-    // Probes: bytes of weights or copies, more than the largest caches of processors (300 MiB); operations of
-    // one product; queries of one attention. Absolute rates of the emulated device mean little, so its probes are small.
+    // Probes: bytes of weights or copies, more than the largest caches of processors (300 MiB); operations of the products
+    // that are timed together; the load after which the clock is as high as it gets (on an H100 0.2 to 0.4 s); queries of
+    // one attention. Absolute rates of the emulated device mean little, so its probes are small.
     size_t probe_bytes;
     double probe_flops;
-    double warm_up_s; // after so much load its clock is as high as it gets: on an H100 0.2 to 0.4 s
+    double warm_up_s;
     int64_t probe_queries;
     // How much the pools of its streams grow with graphs: bytes for each byte of compute buffers. An upper bound: on an H100
     // it was 0.16 with 16-bit weights, 0.06 with 4-bit ones and 0.10 with experts, from 256 to 4,096 tokens.

@@ -66,7 +66,7 @@ class KvStore {
     void unpark();
 
     // The system needs more time to give pinned memory than the device needs to copy cells into it. So blocks in VRAM have
-    // spare host memory, where it may be had: a budget that falls need not wait for the system. It is zeroed.
+    // spare host memory, where it may be had: a budget that falls need not wait for the system.
     void allow_spares(bool allowed); // if not, they are freed
     size_t add_spare(); // takes or clears it for one block; returns its bytes, 0 when there is no more to do
 

@@ -110,7 +110,7 @@ InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes) {
     }
     ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device);
     InnerBuffer memory(ggml_backend_buft_alloc_buffer(host, bytes));
-    if (!memory || ggml_backend_buffer_get_type(memory.get()) != host) {
+    if (!memory || ggml_backend_buffer_get_type(memory.get()) != host) { // with no more of it ggml gives other memory
         return nullptr;
     }
     ggml_backend_buffer_clear(memory.get(), 0);
