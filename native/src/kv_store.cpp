@@ -338,7 +338,21 @@ std::vector<KvBlock *> KvStore::last_to_spill() const {
     return blocks;
 }
 
+bool KvStore::drop_kept() {
+    bool dropped = false;
+    each_block([&](KvBlock &b) {
+        const std::vector<int64_t> &used = b.group->used;
+        if (b.bytes > 0 && std::all_of(used.begin(), used.end(), [](int64_t n) { return n == 0; })) {
+            dropped = relocate(b, 0, 0, true) || dropped;
+        }
+    });
+    return dropped;
+}
+
 bool KvStore::spill_block() {
+    if (drop_kept()) {
+        return true;
+    }
     const std::vector<KvBlock *> blocks = last_to_spill();
     const auto next = std::find_if(blocks.rbegin(), blocks.rend(),
                                    [](const KvBlock *b) { return b->bytes > 0 && !b->in_host_memory && !b->stays; });
@@ -507,6 +521,7 @@ void KvStore::clear(KvCache &cache, uint8_t value) {
 
 void KvStore::park() {
     pageable_ = true;
+    drop_kept();
     each_block([&](KvBlock &b) {
         take_spare(b);
         if (b.bytes > 0 && !b.in_host_memory) {

@@ -89,6 +89,7 @@ class KvStore {
     // Moves a block to storage of another size or in the other memory, with the cells in use. False leaves it as it was.
     bool relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host);
     bool resize(KvBlock &b, int64_t cells, int64_t streams);
+    bool drop_kept(); // frees the room that was kept while no sequence has cells; false: there is none
     void release_block(KvBlock &b);
     InnerBuffer host_memory(size_t bytes) const;
     InnerBuffer take_spare(KvBlock &b);

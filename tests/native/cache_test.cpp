@@ -288,16 +288,21 @@ SCENARIO(room_for_keys_and_values_goes_with_what_is_in_use) {
     s.cut(0, 0);
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     CHECK(stats().kv_bytes == 512 * kCellBytes);
+    const auto use_all_and_none = [] {
+        for (uint64_t cells : {(uint64_t)kCells, (uint64_t)0}) {
+            for (int i = 0; i < kStreams; i++) {
+                CHECK(fsd_use_kv((uint32_t)i, cells) == FSD_OK);
+            }
+        }
+        CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    };
+    use_all_and_none();
+    CHECK(stats().kv_bytes == kStreams * kCells * kCellBytes); // there is no budget yet
+    s.set_budget(s.floor);
+    CHECK(stats().kv_bytes == 0 && stats().kv_host_bytes == 0); // nobody moves what nobody uses
     s.set_budget(s.full);
-    for (int i = 0; i < kStreams; i++) {
-        CHECK(fsd_use_kv((uint32_t)i, kCells) == FSD_OK);
-    }
-    CHECK(8 * stats().kv_bytes > s.full);
-    for (int i = 0; i < kStreams; i++) {
-        CHECK(fsd_use_kv((uint32_t)i, 0) == FSD_OK);
-    }
-    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
-    CHECK(stats().kv_bytes == 0 && stats().streamed_bytes == 0);
+    use_all_and_none();
+    CHECK(8 * kStreams * kCells * kCellBytes > s.full && stats().kv_bytes == 0 && stats().streamed_bytes == 0);
     // When a sequence needs more room, those that have ended get none.
     s.check({0, 3, 20});
     CHECK(stats().kv_bytes == 3 * 256 * kCellBytes);
