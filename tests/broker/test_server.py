@@ -104,6 +104,7 @@ async def test_a_client_that_vanishes_takes_only_its_jobs_with_it() -> None:
             assert await trio.to_thread.run_sync(other.stdout.readline) == "speaking\n"
             other.kill()
             other.wait()
+            other.stdout.close()
             assert (await stream.completed()).n_generated == 400
         with trio.fail_after(60):
             while (await client.stats()).broker.jobs_running:
@@ -123,6 +124,7 @@ async def test_a_client_that_freezes_goes_on_where_it_was() -> None:
         thaw(other.pid)
         assert (await trio.to_thread.run_sync(other.stdout.readline)).strip() == WORDS
         assert await trio.to_thread.run_sync(other.wait) == 0
+        other.stdout.close()
 
 
 STREAM = """
@@ -508,6 +510,7 @@ async def test_clients_that_vanished_make_room_at_once() -> None:
         assert (stats.sessions, stats.jobs_queued + stats.jobs_running) == (32, 32)
         crowd.kill()
         crowd.wait()
+        crowd.stdout.close()
         async with frameshard.connect(client.info) as other:
             assert (await other.stats()).broker.sessions == 32
         assert (await stream.__anext__()).text  # the first client has kept its session
