@@ -133,7 +133,6 @@ async def test_a_launch_says_that_the_engine_cannot_be_started(tmp_path: Path) -
             pass
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows starts no scripts")
 @in_trio
 async def test_jobs_wait_while_the_engine_cannot_be_started(tmp_path: Path) -> None:
     """As when the system has no memory or no descriptors for a while."""

@@ -59,6 +59,7 @@ from frameshard.engine.watch import Watcher
 from frameshard.engine.whatif import WhatIf
 from frameshard.errors import BadArgument, BadMessage, BadModel, BudgetBelowFloor, EngineDied, FrameshardError, internal
 from frameshard.ggml import on_abort
+from frameshard.native import ShardDevice
 from frameshard.plan.adapter import AdapterFile, read_adapter
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
@@ -281,18 +282,17 @@ class Engine:
         host.set_budget(config.host_budget_bytes, LOAD_RELEASE_S, spare_bytes=0)
         self._watcher = Watcher(runtime, host)
         self._link.send(self._watcher.look(parked=False))
-        self._take_spares()
+        if runtime.device is not None:
+            self._take_spares(runtime.device)
         self._loaded.set()
         self._link.send(report.ready(runtime, self._vision, time.monotonic() - started))
 
-    def _take_spares(self) -> None:
+    def _take_spares(self, device: ShardDevice) -> None:
         """Takes host memory for the KV cache, so that the budget may fall in the first prompt. What takes longer is
         left to idle moments."""
         until = time.monotonic() + SPARES_AT_LOAD_S
         while self._sparing and time.monotonic() < until:
-            assert self._runtime is not None
-            assert self._runtime.placement is not None
-            self._sparing = self._runtime.placement.device.add_spare() > 0
+            self._sparing = device.add_spare() > 0
 
     def _tell_loading(self, stage: m.LoadingStage, done: int, total: int) -> None:
         """Reports the progress of the load, for a bar: the ends of each stage, and not too often in between."""
