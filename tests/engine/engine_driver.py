@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from frameshard.wire import channel
 
@@ -26,14 +26,21 @@ class EngineProcess:
     """An engine process. Every wait has a deadline, after which the test fails.
 
     :param faults: the fault script of the emulated device.
+    :param program: Python's options for the program, if it is not the engine itself.
+    :param log: where its messages go, if not to those of the test.
     """
 
-    def __init__(self, faults: str = "") -> None:
+    def __init__(
+        self,
+        faults: str = "",
+        program: Sequence[str] = ("-m", "frameshard.engine.process"),
+        log: IO[bytes] | None = None,
+    ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "frameshard.engine.process", "--fd", str(theirs.fileno())]
+            command = [sys.executable, *program, "--fd", str(theirs.fileno())]
             environment = {**os.environ, "FRAMESHARD_FAULTS": faults}
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stderr=log)
         self.socket = ours
         self._reader = channel.Reader()
         self._events: list[Event] = []

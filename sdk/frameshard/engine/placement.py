@@ -76,6 +76,11 @@ class Placement:
         """How often the routers choose each expert, as in :func:`routing.shares`; :meth:`learn` updates it."""
         self.unfilled = False
         """Part of the KV cache was freed, so :meth:`fill` can make more weights resident."""
+        self.on_outdated: Callable[[], None] = self.replan_if_fits
+        """Is called when the KV cache has changed so much that a new plan is better. At first it makes the plan, which
+        takes a tenth of a second."""
+        self.n_adopted = 0
+        """The number of plans that were given to the device."""
         self._model, self._config, self._on_loading = model, config, on_loading
         self._plan: Plan | None = None
         self._plans: dict[object, tuple[Profile, Plan]] = {}  # by all else that they depend on, the latest last
@@ -230,13 +235,31 @@ class Placement:
 
         :raises BudgetBelowFloor: the floor has risen above the budget.
         """
+        self.begin_plan()
+        self.adopt(self.next_plan())
+
+    def replan_if_fits(self) -> None:
+        """The same, but if the floor has risen above the budget, the plan in force stays and still works."""
+        try:
+            self.replan()
+        except BudgetBelowFloor as error:
+            logger.warning("%s", error)
+
+    def begin_plan(self) -> None:
+        """Notes what the next plan is made for, before :meth:`next_plan`."""
+        stats = self.device.stats()
+        self._kv_planned, self._ring_planned = stats.kv_bytes + stats.kv_host_bytes, stats.ring_bytes
+
+    def next_plan(self) -> Plan:
+        """[any thread] Makes the plan for the budget in force; changes nothing.
+
+        :raises BudgetBelowFloor: the floor has risen above the budget.
+        """
         while True:
             stats = self.device.stats()
-            self._kv_planned = stats.kv_bytes + stats.kv_host_bytes
             n_ctx_used = _pages(max(_LEAST_CTX_USED, *self._lengths))
             try:
-                self.adopt(self.plan_for(_limit(stats.budget_bytes), n_ctx_used, gpu_busy_s=self.gpu_busy_s))
-                return
+                return self.plan_for(_limit(stats.budget_bytes), n_ctx_used, gpu_busy_s=self.gpu_busy_s)
             except BudgetBelowFloor:
                 if self.device.stats().budget_generation == stats.budget_generation:
                     raise
@@ -244,6 +267,7 @@ class Placement:
     def adopt(self, plan: Plan) -> None:
         """Gives a plan to the device. Call it between decodes."""
         self._plan, self._refused_step = plan, 0
+        self.n_adopted += 1
         tiers = [(tier.min_tokens, tier.placements) for tier in plan.tiers]
         self.device.set_plan(tiers, plan.ring_bytes, plan.expert_stream_share, exact=self.mode == "stream_only")
         self._ring_planned = self.device.stats().ring_bytes
@@ -397,9 +421,9 @@ class Placement:
         self.overhead.follow()
 
     def _replan_for_context(self, *, prompt: bool = False) -> None:
-        """Makes a new plan if the KV cache has changed much. Small changes keep the old one.
+        """Asks for a new plan if the KV cache has changed much. Small changes keep the old one.
 
-        :param prompt: a prompt waits for it.
+        :param prompt: a prompt waits for it, so it is made at once.
         """
         stats = self.device.stats()
         changed = abs(stats.kv_bytes + stats.kv_host_bytes - self._kv_planned)
@@ -407,10 +431,8 @@ class Placement:
         shrunk = not prompt and stats.ring_bytes < self._ring_planned
         share = _PROMPT_SHARE if prompt else REPLAN_SHARE
         if self._plan is not None and (shrunk or changed * share > stats.budget_bytes):
-            try:
-                self.replan()
-            except BudgetBelowFloor as error:  # the driver has taken more VRAM; the plan in force still works
-                logger.warning("%s", error)
+            self.begin_plan()
+            (self.replan_if_fits if prompt else self.on_outdated)()
 
 
 def _pages(length: int) -> int:

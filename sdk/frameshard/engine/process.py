@@ -13,6 +13,7 @@ prepare  two threads that make requests ready to run (:mod:`frameshard.engine.pr
 budget   changes the budget, and waits until the device has released memory (:mod:`frameshard.engine.budgets`).
 adapter  checks and reads the file of a LoRA adapter, one thread for each load.
 plan     answers what-if questions (:mod:`frameshard.engine.whatif`).
+replan   makes new plans while the main thread decodes (:mod:`frameshard.engine.replanner`).
 count    counts the tokens of prompts (:mod:`frameshard.engine.counting`).
 watch    reports the memory of device and host to the broker (:mod:`frameshard.engine.watch`), and gives host memory
          back while the machine is short of it (:mod:`frameshard.engine.pressure`).
@@ -50,17 +51,20 @@ from frameshard.engine.kvfile import KvFiles
 from frameshard.engine.link import BrokerGone, Link
 from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.pace import Pace
+from frameshard.engine.placement import Placement
 from frameshard.engine.prepare import Preparation
 from frameshard.engine.pressure import Pressure
+from frameshard.engine.replanner import Replanner
 from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.vision import Vision
 from frameshard.engine.watch import Watcher
 from frameshard.engine.whatif import WhatIf
-from frameshard.errors import BadArgument, BadMessage, BadModel, BudgetBelowFloor, EngineDied, FrameshardError, internal
+from frameshard.errors import BadArgument, BadMessage, BadModel, EngineDied, FrameshardError, internal
 from frameshard.ggml import on_abort
 from frameshard.native import ShardDevice
 from frameshard.plan.adapter import AdapterFile, read_adapter
+from frameshard.plan.plans import Plan
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 
@@ -79,6 +83,10 @@ FILL_STEPS = 4
 be streamed, so that soon saves time."""
 
 TELL_LOADING_S = 0.05
+
+SWITCH_S = 0.0002
+"""Python code of another thread delays the thread that decodes by at most so many seconds each time that it comes back
+from native code. Python's own value is 0.005."""
 
 LEARN_EVERY = 64
 """The plan is adapted to the experts that the router picks after every so many decodes."""
@@ -124,6 +132,7 @@ class Engine:
         self._loaded = threading.Event()
         self._closed = threading.Event()
         self._replan = threading.Event()
+        self._replanner = Replanner(self._commands.put, self._adopt)
         self._stop = False
         self._filling = False
         """True while there may be room in VRAM for more weights."""
@@ -160,7 +169,7 @@ class Engine:
             return self._fatal(internal(logger, "the engine", error))
         # The model is freed only if no other thread still uses it. The system frees all memory at exit anyway.
         prepared = self._preparation is None or self._preparation.close(CLEANUP_S / 2)
-        if prepared and self._counting.close(CLEANUP_S / 4):
+        if prepared and self._counting.close(CLEANUP_S / 4) and self._replanner.close(CLEANUP_S / 4):
             if self._batcher is not None:
                 self._batcher.close()
             if self._runtime is not None:
@@ -202,14 +211,9 @@ class Engine:
                 wait = 0.0
         if self._runtime is None or self._batcher is None or self._stop or self._budgets.parked:
             return
-        if self._replan.is_set():
+        if self._replan.is_set() and not self._replanner.running:
             self._replan.clear()
-            if self._runtime.placement is not None:
-                try:
-                    self._runtime.placement.replan()
-                except BudgetBelowFloor as error:  # the device keeps this budget and the plan that it has
-                    logger.warning("%s", error)
-            self._filling = True
+            self._make_plan(self._runtime.placement, busy=busy)
         if self._idle is not None and not self._batcher.busy and not self._filling and self._idle.work():
             self._filling = True  # the measurement has evicted weights to get room
             return
@@ -224,6 +228,22 @@ class Engine:
             self._sparing = True
         elif self._sparing and not self._batcher.busy:
             self._sparing = placement.device.add_spare() > 0
+
+    def _make_plan(self, placement: Placement | None, *, busy: bool) -> None:
+        """Makes a new plan, in the replan thread while jobs run. Then VRAM may have room for more weights."""
+        if placement is None:
+            return
+        if busy:
+            self._replanner.start(placement)
+            return
+        placement.replan_if_fits()
+        self._filling = True
+
+    def _adopt(self, plan: Plan) -> None:
+        """Adopts a plan of the replan thread. After parking there will be a newer one."""
+        if self._runtime is not None and self._runtime.placement is not None and not self._budgets.parked:
+            self._runtime.placement.adopt(plan)
+            self._filling = True
 
     def _decode(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
@@ -254,6 +274,8 @@ class Engine:
         placement, graph = runtime.placement, runtime.decoded
         if placement is None or graph is None or placement.gpu_busy_s or (self._filling and not prefilling):
             return
+        if self._replan.is_set() or self._replanner.running:
+            return  # the plan in force was made for another state of the device
         placement.rates.observe(placement.plan, graph, seconds)
 
     def _load(self, config: em.EngineConfig) -> None:
@@ -270,6 +292,8 @@ class Engine:
                 self._vision.try_out()
             self._filling = True  # the encoder of images has evicted weights to get room
         self._sparing = runtime.placement is not None
+        if runtime.placement is not None:
+            runtime.placement.on_outdated = self._replan.set
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
@@ -558,6 +582,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sock = system.inherited_socket(args.fd)
     engine = Engine(Link(sock))
     on_abort(engine.aborted)
+    sys.setswitchinterval(SWITCH_S)
     code = engine.run(args.proc)
     logging.shutdown()
     # Skips Python's cleanup: other threads still wait in native code, and the plugin must never be unloaded.

@@ -21,7 +21,7 @@ from frameshard.plan.host import HostShare
 from frameshard.plan.layout import Layout
 from frameshard.plan.memory import kv_bytes
 from frameshard.plan.profile import KvType, Profile, heads_of
-from frameshard.plan.weights import Experts, Mask, Shards
+from frameshard.plan.weights import Experts, Mask, shards_of
 
 Floats = NDArray[np.float64]
 
@@ -90,7 +90,7 @@ class Costs:
         self, layout: Layout, profile: Profile, share: Floats, conditions: Conditions, host: HostShare | None = None
     ) -> None:
         self.layout, self.profile, self.resident_share, self.conditions = layout, profile, share, conditions
-        shards = self.shards = Shards(layout)
+        shards = self.shards = shards_of(layout)
         self.disk_share = np.zeros(len(shards.n_bytes)) if host is None else host.read
         n_matrices = float("inf") if host is None else host.n_matrices
         ring = conditions.ring

@@ -13,6 +13,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -276,7 +277,17 @@ class Profile:
 
         :returns: the type of its weights, and its rates.
         """
+        found = self._found.get(kind)
+        if found is None:
+            found = self._found[kind] = self._find(kind)
+        return found
 
+    @cached_property
+    def _found(self) -> dict[Kind, tuple[str, Product | None]]:
+        """What :meth:`_nearest` has found: each plan asks hundreds of times."""
+        return {}
+
+    def _find(self, kind: Kind) -> tuple[str, Product | None]:
         def distance(key: str) -> tuple[float, float]:
             name, rows, cols = parse_kind(key)
             other_type = abs(np.log(BYTES_PER_WEIGHT[name] / BYTES_PER_WEIGHT[kind[0]]))
@@ -350,6 +361,7 @@ def kind_name(kind: Kind) -> str:
     return f"{kind[0]} {kind[1]}x{kind[2]}"
 
 
+@lru_cache(maxsize=256)
 def parse_kind(name: str) -> Kind:
     """The kind of weights of a key from :func:`kind_name`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,12 @@ class Shards:
     def by_kind(self, values: dict[str, float], default: float = 0.0) -> Floats:
         """An array with the value for the kind of each shard, shape [shards]."""
         return np.array([values.get(kind, default) for kind in self.names], dtype=np.float64)
+
+
+@lru_cache(maxsize=8)
+def shards_of(layout: Layout) -> Shards:
+    """The shards of a layout. A plan compares costs with one layout."""
+    return Shards(layout)
 
 
 class Experts:
