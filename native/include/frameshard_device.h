@@ -23,7 +23,7 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 8
+#define FSD_INTERFACE_VERSION 9
 
 typedef enum {
     FSD_OK = 0,
@@ -344,6 +344,7 @@ typedef struct {
     double dram[FSD_PROBE_THREADS]; /* reads of host memory by these numbers of threads */
     double dram_beside_copies[FSD_PROBE_THREADS];
     double handoff_s; /* GPU to CPU to GPU with 8 KiB of activations */
+    double kernel_s;  /* one more small kernel in a graph, with its launch; 0: not measured */
 } fsd_machine_rates;
 FSD_API fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *rates);
 

@@ -15,14 +15,14 @@ static constexpr size_t MiB = 1024 * 1024;
 
 static constexpr Quirks kQuirks[] = {
     // Prefill is merged to 0.5 ms of an H100, 10 ms of a laptop.
-    {"CUDA", false, 2 * MiB, HostReads::pinned, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB,
-     1e13, 0.5, 512, 0.25, true},
-    {"Vulkan", false, 2 * MiB, HostReads::never, true, true, true, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB,
-     1e13, 0.5, 512, 0.25, false},
-    {"emulated", true, 1, HostReads::always, false, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 0, 64, 0,
+    {"CUDA", false, 2 * MiB, HostReads::pinned, false, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38,
+     768 * MiB, 1e13, 0.5, 512, 0.25, true},
+    {"Vulkan", false, 2 * MiB, HostReads::never, true, true, true, true, 2048 * MiB, 512 * MiB, (size_t)1 << 38,
+     768 * MiB, 1e13, 0.5, 512, 0.25, false},
+    {"emulated", true, 1, HostReads::always, false, false, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 0, 64, 0,
      false},
-    {"", false, 2 * MiB, HostReads::never, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38, 768 * MiB, 1e13,
-     0.5, 512, 0.25, false},
+    {"", false, 2 * MiB, HostReads::never, false, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38,
+     768 * MiB, 1e13, 0.5, 512, 0.25, false},
 };
 
 const Quirks &quirks_of(const char *name) {

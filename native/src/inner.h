@@ -50,6 +50,8 @@ struct Quirks {
     bool keeps_until_waited;
     // Work of all streams runs in the order in which it is queued. Synchronous copies do not wait for it (CopyThread).
     bool one_queue;
+    // The host records all kernels of a graph anew each time. Others replay what they have captured.
+    bool records_kernels;
     // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
     // and while the host is paced, and bytes times tokens for prefill.
     size_t decode_merge, paced_decode_merge, prefill_merge;

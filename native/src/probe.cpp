@@ -310,6 +310,37 @@ struct Copying {
     double rate() const { return (double)bytes.load() / (now() - start); }
 };
 
+// Seconds that one more small kernel takes, from graphs of few and of many that depend on each other.
+static double seconds_per_kernel(Device &d, double budget_s) {
+    constexpr int64_t kValues = 2048;
+    constexpr int kFew = 1, kMany = 64;
+    InnerBuffer memory = d.ledger.allocate(Use::scratch, kValues * sizeof(float) + kAlign);
+    if (!memory) {
+        return 0;
+    }
+    ggml_backend_buffer_clear(memory.get(), 0);
+    const auto seconds = [&](int n_kernels) {
+        ggml_init_params params = {};
+        params.mem_size = (n_kernels + 1) * ggml_tensor_overhead() + ggml_graph_overhead();
+        params.no_alloc = true;
+        ggml_context *ctx = ggml_init(params);
+        ggml_tensor *y = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, kValues);
+        ggml_backend_tensor_alloc(memory.get(), y, ggml_backend_buffer_get_base(memory.get()));
+        ggml_cgraph *graph = ggml_new_graph(ctx);
+        for (int i = 0; i < n_kernels; i++) {
+            y = ggml_sqr_inplace(ctx, y);
+            ggml_backend_view_init(y);
+        }
+        ggml_build_forward_expand(graph, y);
+        const double s = seconds_on_device(d, graph, budget_s);
+        ggml_free(ctx);
+        return s;
+    };
+    const double few = seconds(kFew), many = seconds(kMany);
+    d.ledger.release(Use::scratch, memory);
+    return std::max(0.0, (many - few) / (kMany - kFew));
+}
+
 // Makes products of weights of a type and shape with n columns. Rates do not depend on the number of rows, so of a matrix
 // that is too large, or too slow, only some are measured. `total`: bytes of weights at most. `most`: bytes of memory.
 // `most_flops`: of all products together.
@@ -386,7 +417,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.inner.synchronize();
-    const double each = seconds / (5 * FSD_PROBE_PIECES + 2 * FSD_PROBE_THREADS + 2);
+    const double each = seconds / (5 * FSD_PROBE_PIECES + 2 * FSD_PROBE_THREADS + 4);
     {
         Copies copies(d, d.inner.quirks.probe_bytes);
         if (!copies.ok()) {
@@ -434,6 +465,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         });
         r->handoff_s = std::max(0.0, with - without / 16);
     }
+    r->kernel_s = d.inner.quirks.records_kernels ? seconds_per_kernel(d, each) : 0;
     return stopped() ? FSD_STOPPED : FSD_OK;
 }
 

@@ -28,7 +28,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-INTERFACE_VERSION = 8
+INTERFACE_VERSION = 9
 
 
 class _Config(ctypes.Structure):
@@ -150,6 +150,7 @@ class MachineRates:
     dram: tuple[float, ...]
     dram_beside_copies: tuple[float, ...]
     handoff_s: float
+    kernel_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +227,7 @@ class _MachineRates(ctypes.Structure):
         ("dram", ctypes.c_double * _THREADS),
         ("dram_beside_copies", ctypes.c_double * _THREADS),
         ("handoff_s", ctypes.c_double),
+        ("kernel_s", ctypes.c_double),
     )
 
 

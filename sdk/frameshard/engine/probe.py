@@ -30,6 +30,7 @@ from frameshard.plan.header import GGML_NUMBERS
 from frameshard.plan.model import Model
 from frameshard.plan.profile import (
     BYTES_PER_WEIGHT,
+    KERNEL_S,
     Attention,
     Kind,
     KvType,
@@ -45,7 +46,7 @@ from frameshard.plan.profile import (
 
 logger = logging.getLogger("frameshard.plan")
 
-_PROBES = 2  # the version of what is measured and how: profiles of another version are measured again
+_PROBES = 3  # the version of what is measured and how: profiles of another version are measured again
 _COPY_BYTES = 16 << 20  # size of one copy; the shard device's default
 # This matrix is so large, and its type so simple to compute, that a product with one column runs at the full rate of
 # the device's memory.
@@ -244,6 +245,7 @@ class Measurements:
             cpu_flops=1.0,
             gpu_flops=1.0,
             handoff_s=machine.handoff_s,
+            kernel_s=machine.kernel_s or KERNEL_S,
             h2d_pageable=machine.h2d_pageable[piece],
             copies={name: list(values[name]) for name in values if name.startswith(("piece", "h2d", "d2h"))},
             host_memory={name: list(values[name]) for name in ("threads", "dram", "dram_beside_copies")},

@@ -40,7 +40,7 @@ _MEMORY_OVER_READ = 1.25
 # The time of one kernel launch in a graph with hundreds of them. On an H100 it was the time of a token with all weights
 # resident, minus the time to read weights and KV cache, divided by the kernels: 1.2 us with minitron-8b-q4_0 and 1.1 us
 # with qwen3-30b-a3b-q4_0. What only the first token of an answer takes was left out (costs.py).
-_KERNEL_S = 1.15e-6
+KERNEL_S = 1.15e-6
 _MOST_KINDS = 3  # at most so many kinds of weights are measured for one model
 _LEAST_SHARE = 0.1  # a kind with a smaller share of the model's bytes gets the rates of the most similar one
 
@@ -111,7 +111,7 @@ class Profile:
     cpu_flops: float
     gpu_flops: float
     handoff_s: float
-    kernel_s: float = _KERNEL_S
+    kernel_s: float = KERNEL_S
     h2d_pageable: float = 10e9
     cpu_beside_copies: float = 0.0
     h2d_beside_cpu: float = 0.0
