@@ -84,6 +84,7 @@ Executor::~Executor() {
         }
         ggml_backend_event_free(e);
     }
+    d.inner.large_copies.store(false);
 }
 
 // What was copied ahead is of no use to a later graph.
@@ -185,6 +186,8 @@ void Executor::meter_copies() {
     const bool metered = d.inner.quirks.one_queue && !d.ring.has_thread() && on_cpu > 0;
     copies_per_byte = metered ? (double)streamed / (double)on_cpu : 0;
     owed_bytes = 0;
+    // Neither the CPU nor experts that a router chooses wait for what is copied before it.
+    d.inner.large_copies.store(d.ring.has_thread() && on_cpu == 0 && !d.weights.has_experts());
 }
 
 void Executor::adopt_expert_cache() {

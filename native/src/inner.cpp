@@ -143,7 +143,12 @@ HostPath Inner::attach(void *p, size_t bytes, bool may_pin) {
 
 void Inner::detach(void *p) { host_paths.remove(p); }
 
-size_t Inner::largest_copy() const { return pacing.active() ? std::min(copy_bytes, kPacedCopyBytes) : copy_bytes; }
+size_t Inner::largest_copy() const {
+    if (pacing.active()) {
+        return std::min(copy_bytes, kPacedCopyBytes);
+    }
+    return large_copies.load() ? kLargeCopies * copy_bytes : copy_bytes;
+}
 
 void Inner::upload(ggml_backend_t stream, ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes) {
     for (size_t at = 0, most = largest_copy(); at < bytes; at += most) {
