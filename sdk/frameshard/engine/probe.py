@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pynvml
-
 from frameshard import cpu
 from frameshard.errors import BadArgument
 from frameshard.native import EMULATED, HostPath, MachineRates, ShardDevice, parse_device
@@ -264,6 +262,8 @@ def _kept(key: Mapping[str, str | int | float]) -> Profile | None:
 
 def gpu_names() -> dict[str, str | int | float]:
     """The names of NVIDIA's GPUs, their driver and links; empty without NVIDIA's driver."""
+    import pynvml  # here, because it takes 30 ms, which launches without such a GPU need not wait
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -272,16 +272,16 @@ def gpu_names() -> dict[str, str | int | float]:
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return {
             "gpus": ", ".join(str(pynvml.nvmlDeviceGetName(gpu)) for gpu in gpus),
-            "links": ", ".join(map(_link, gpus)),
+            "links": ", ".join(_link(pynvml, gpu) for gpu in gpus),
             "driver": str(pynvml.nvmlSystemGetDriverVersion()),
         }
     finally:
         pynvml.nvmlShutdown()
 
 
-def _link(gpu: Any) -> str:
+def _link(nvml: Any, gpu: Any) -> str:
     try:
-        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)
-        return f"PCIe {generation} x{pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)}"
-    except pynvml.NVMLError:  # some virtual machines do not report the link
+        generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)
+        return f"PCIe {generation} x{nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)}"
+    except nvml.NVMLError:  # some virtual machines do not report the link
         return "unknown"

@@ -51,7 +51,6 @@ from frameshard.engine.kvfile import KvFiles
 from frameshard.engine.link import BrokerGone, Link
 from frameshard.engine.llama import DecodeAborted
 from frameshard.engine.pace import Pace
-from frameshard.engine.placement import Placement
 from frameshard.engine.prepare import Preparation
 from frameshard.engine.pressure import Pressure
 from frameshard.engine.replanner import Replanner
@@ -131,7 +130,6 @@ class Engine:
         """The file that is being loaded."""
         self._loaded = threading.Event()
         self._closed = threading.Event()
-        self._replan = threading.Event()
         self._replanner = Replanner(self._commands.put, self._adopt)
         self._stop = False
         self._filling = False
@@ -211,16 +209,15 @@ class Engine:
                 wait = 0.0
         if self._runtime is None or self._batcher is None or self._stop or self._budgets.parked:
             return
-        if self._replan.is_set() and not self._replanner.running:
-            self._replan.clear()
-            self._make_plan(self._runtime.placement, busy=busy)
+        placement = self._runtime.placement
+        if placement is not None and self._replanner.work(placement, busy=busy):
+            self._filling = True
         if self._idle is not None and not self._batcher.busy and not self._filling and self._idle.work():
             self._filling = True  # the measurement has evicted weights to get room
             return
         filling = self._filling and time.monotonic() < self._fill_until
         if self._batcher.busy and not filling and time.monotonic() >= self._pace.due_at:
             self._decode(self._runtime, self._batcher)
-        placement = self._runtime.placement
         if placement is None:
             self._filling = False
         elif self._filling or placement.unfilled:
@@ -228,16 +225,6 @@ class Engine:
             self._sparing = True
         elif self._sparing and not self._batcher.busy:
             self._sparing = placement.device.add_spare() > 0
-
-    def _make_plan(self, placement: Placement | None, *, busy: bool) -> None:
-        """Makes a new plan, in the replan thread while jobs run. Then VRAM may have room for more weights."""
-        if placement is None:
-            return
-        if busy:
-            self._replanner.start(placement)
-            return
-        placement.replan_if_fits()
-        self._filling = True
 
     def _adopt(self, plan: Plan) -> None:
         """Adopts a plan of the replan thread. After parking there will be a newer one."""
@@ -247,7 +234,7 @@ class Engine:
 
     def _decode(self, runtime: Runtime, batcher: Batcher) -> None:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
-            self._replan.set()
+            self._replanner.want()
         prefilling = batcher.prefilling
         runtime.decoded = None
         started = time.monotonic()
@@ -260,7 +247,7 @@ class Engine:
         self._fill_until = ended + FILL_STEPS * (ended - started)
         self._n_decodes += 1
         if self._n_decodes % LEARN_EVERY == 0 and runtime.placement is not None and runtime.placement.learn():
-            self._replan.set()
+            self._replanner.want()
         if self._idle is not None:
             self._idle.disturb()
         # Prompts and the encoder of images have evicted weights to get room. Between the first tokens they come back.
@@ -274,8 +261,8 @@ class Engine:
         placement, graph = runtime.placement, runtime.decoded
         if placement is None or graph is None or placement.gpu_busy_s or (self._filling and not prefilling):
             return
-        if self._replan.is_set() or self._replanner.running:
-            return  # the plan in force was made for another state of the device
+        if self._replanner.outdated:
+            return
         placement.rates.observe(placement.plan, graph, seconds)
 
     def _load(self, config: em.EngineConfig) -> None:
@@ -293,7 +280,7 @@ class Engine:
             self._filling = True  # the encoder of images has evicted weights to get room
         self._sparing = runtime.placement is not None
         if runtime.placement is not None:
-            runtime.placement.on_outdated = self._replan.set
+            runtime.placement.on_outdated = self._replanner.want
         self._batcher = Batcher(runtime, self._vision, self._make_draft(runtime))
         self._preparation = Preparation(RequestReader(runtime, self._vision).read, self._prepared)
         self._kv_files = KvFiles(runtime, self._batcher.reuse, self._link.send, self._commands.put)
@@ -539,7 +526,7 @@ class Engine:
 
     def _want_plan(self) -> None:
         """[any thread] Asks the main thread for a new plan."""
-        self._replan.set()
+        self._replanner.want()
         self._commands.put(lambda: None)  # wakes the main thread if it is idle
 
     def _when_loaded(self, serve: Callable[[Runtime], None]) -> None:
