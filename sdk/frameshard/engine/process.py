@@ -83,10 +83,6 @@ be streamed, so that soon saves time."""
 
 TELL_LOADING_S = 0.05
 
-SWITCH_S = 0.0002
-"""Python code of another thread delays the thread that decodes by at most so many seconds each time that it comes back
-from native code. Python's own value is 0.005."""
-
 LEARN_EVERY = 64
 """The plan is adapted to the experts that the router picks after every so many decodes."""
 
@@ -569,7 +565,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sock = system.inherited_socket(args.fd)
     engine = Engine(Link(sock))
     on_abort(engine.aborted)
-    sys.setswitchinterval(SWITCH_S)
     code = engine.run(args.proc)
     logging.shutdown()
     # Skips Python's cleanup: other threads still wait in native code, and the plugin must never be unloaded.
