@@ -181,7 +181,7 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
         nonlocal evictions
         n_shrinks = 0
 
-        async def disturb() -> None:
+        async def shrink() -> None:
             nonlocal n_shrinks
             while True:
                 low_mb = (await client.budget()).host_floor_bytes / MIB + 1
@@ -194,6 +194,11 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
                     assert released.observed.host_observed_bytes is not None
                     assert released.observed.host_observed_bytes <= int(low_mb * MIB)
                 n_shrinks += 1
+                return
+
+        async def disturb() -> None:
+            while True:
+                await shrink()
                 await trio.sleep(0.02)
                 await client.set_budget(vram_mb, host_budget_mb=0, observe=False)
                 await trio.sleep(0.02)
@@ -204,6 +209,9 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
             while n_shrinks < 120:
                 again.add((await client.ask(LORE * 4, sampling=FEW).completed()).text)
             nursery.cancel_scope.cancel()
+        await client.set_budget(vram_mb, host_budget_mb=0)
+        await talk(client, 1)  # a copy of at least one conversation is in the store then
+        await shrink()
         engine = (await client.stats()).engine
         assert engine is not None
         evictions = engine["kv_cache_evictions"]
