@@ -5,7 +5,6 @@ Its log says how many, and of each plan that is adopted the budget.
 
 import sys
 import threading
-import time
 from collections.abc import Sequence
 
 from frameshard.engine.llama import Rows
@@ -16,7 +15,7 @@ from frameshard.plan.plans import Plan
 
 DECODES = 8
 PATIENCE_S = 120.0
-n_decodes = 0
+n_decodes, decoded = 0, threading.Condition()
 
 decode, next_plan, adopt = Runtime.decode, Placement.next_plan, Placement.adopt
 
@@ -27,16 +26,18 @@ def say(line: str) -> None:
 
 def counted_decode(runtime: Runtime, batch: Sequence[Rows]) -> list[int]:
     global n_decodes
-    n_decodes += 1
+    with decoded:
+        n_decodes += 1
+        decoded.notify_all()
     return decode(runtime, batch)
 
 
 def late_plan(placement: Placement) -> Plan:
     if threading.current_thread() is not threading.main_thread():
-        begun, deadline = n_decodes, time.monotonic() + PATIENCE_S
-        while n_decodes < begun + DECODES and time.monotonic() < deadline:
-            time.sleep(0.001)
-        say(f"beside {n_decodes - begun} decodes")
+        with decoded:
+            begun = n_decodes
+            decoded.wait_for(lambda: n_decodes >= begun + DECODES, PATIENCE_S)
+            say(f"beside {n_decodes - begun} decodes")
     return next_plan(placement)
 
 

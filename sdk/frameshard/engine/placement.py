@@ -239,14 +239,14 @@ class Placement:
         self.adopt(self.next_plan())
 
     def replan_if_fits(self) -> None:
-        """The same, but if the floor has risen above the budget, the plan in force stays and still works."""
+        """As :meth:`replan`. If the floor has risen above the budget, it only warns: the plan in force still works."""
         try:
             self.replan()
         except BudgetBelowFloor as error:
             logger.warning("%s", error)
 
     def begin_plan(self) -> None:
-        """Notes what the next plan is made for, before :meth:`next_plan`."""
+        """Notes the KV cache and the ring that the next plan is made for. Call it before :meth:`next_plan`."""
         stats = self.device.stats()
         self._kv_planned, self._ring_planned = stats.kv_bytes + stats.kv_host_bytes, stats.ring_bytes
 
@@ -432,7 +432,10 @@ class Placement:
         share = _PROMPT_SHARE if prompt else REPLAN_SHARE
         if self._plan is not None and (shrunk or changed * share > stats.budget_bytes):
             self.begin_plan()
-            (self.replan_if_fits if prompt else self.on_outdated)()
+            if prompt:
+                self.replan_if_fits()
+            else:
+                self.on_outdated()
 
 
 def _pages(length: int) -> int:

@@ -252,12 +252,12 @@ class Engine:
         self._pace.produced(sum(isinstance(event, em.Token) for event in events))
 
     def _observe(self, runtime: Runtime, seconds: float, *, prefilling: bool) -> None:
-        """Compares the time of a graph with its prediction, unless the host draws frames or weights are still to be
-        copied. A prompt evicts weights, so these copies do not matter to it."""
+        """Compares the time of a graph with its prediction, unless the host draws frames, the plan is outdated, or
+        weights are still to be copied. A prompt evicts weights, so these copies do not matter to it."""
         placement, graph = runtime.placement, runtime.decoded
-        if placement is None or graph is None or placement.gpu_busy_s or (self._filling and not prefilling):
+        if placement is None or graph is None or placement.gpu_busy_s or self._replanner.outdated:
             return
-        if self._replanner.outdated:
+        if self._filling and not prefilling:
             return
         placement.rates.observe(placement.plan, graph, seconds)
 

@@ -51,7 +51,7 @@ class Shards:
 
 @lru_cache(maxsize=8)
 def shards_of(layout: Layout) -> Shards:
-    """The shards of a layout. A plan compares costs with one layout."""
+    """The shards of a layout. They are kept, because one plan needs them for dozens of costs."""
     return Shards(layout)
 
 
