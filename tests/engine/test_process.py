@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
@@ -164,6 +165,14 @@ def test_a_bias_bans_and_forces_tokens(cpu: EngineProcess) -> None:
     assert text(forced) == " the the the"
     both = [{"text": " the", "bias": 60}, {"text": " gold", "bias": 80}, {"text": " the", "bias": 40}]
     assert text(cpu.run(CASTLE, params={**params, "logit_bias": both})) == " the the the"  # biases add up
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.2, "top_k": 200, "min_p": 0.0}, {"temperature": 0.0}])
+def test_a_bias_that_changes_nothing_gives_the_same_text(cpu: EngineProcess, params: dict[str, Any]) -> None:
+    """With a bias the samplers get all tokens, without it those that may be drawn."""
+    params = {"max_tokens": 24, "seed": 11, **params}
+    with_all = {**params, "logit_bias": [{"token": 5, "bias": 0.0}]}
+    assert ids(cpu.run(CASTLE, params=params)) == ids(cpu.run(CASTLE, params=with_all))
 
 
 @pytest.mark.parametrize("choice", ["yes", "no"])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 
 from frameshard.engine.forms import Matcher
 from frameshard.wire.messages import Sampling
@@ -25,6 +26,9 @@ NO_PENALTIES = (1.0, 0.0, 0.0)
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's breakers, for a request that names none."""
+
+COLUMN = 64
+"""To find the most likely tokens, the largest of so many logits is taken first. Each has its own column of an array."""
 
 GREEDY_BELOW = 0.001  # with a lower temperature, the divided logits may exceed the range of a float
 
@@ -39,6 +43,22 @@ def token_seed(seed: int, index: int) -> int:
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     folded = (x ^ (x >> 31)) & 0xFFFFFFFF
     return folded if folded != llama_cpp.LLAMA_DEFAULT_SEED else 0  # the default seed would mean "random"
+
+
+def likeliest(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp] | None:
+    """Some tokens among which are the ``k`` most likely ones. Others are as likely as the least likely of some ``k``
+    tokens. llama.cpp's samplers take 0.8 ms for 150,000 tokens, and the time grows with their number.
+
+    :param logits: of all tokens, shape [n_vocab].
+    :param k: 0: all tokens may be needed.
+    :returns: their ids, ascending; None for all tokens.
+    """
+    n_columns = len(logits) // COLUMN
+    if not 0 < k <= n_columns:
+        return None
+    most = logits[: n_columns * COLUMN].reshape(COLUMN, n_columns).max(axis=0)
+    least = np.partition(most, n_columns - k)[n_columns - k]  # k tokens are at least as likely, each in its column
+    return np.flatnonzero(logits >= least)
 
 
 class Dry:
@@ -117,8 +137,9 @@ class Sampler:
         self._matcher = prepared.matcher
         self._answering = answering
         self._draws = params.temperature >= GREEDY_BELOW
+        self._top_k = params.top_k if self._draws else 1
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        steps: list[Any] = []
+        steps: list[Any] = []  # those that change logits
         if biases := prepared.biases:
             array = (llama_cpp.llama_logit_bias * len(biases))(*biases)
             steps.append(llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(biases), array))
@@ -130,6 +151,8 @@ class Sampler:
             steps.append(penalties)
         if prepared.dry is not None:
             steps.append(prepared.dry.copy())
+        if steps:
+            self._top_k = 0  # what they change is not known before
         if self._draws:
             if params.top_k > 0:
                 steps.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
@@ -181,10 +204,10 @@ class Sampler:
         return steps
 
     def _choose(self, context: Any, row: int) -> int:
-        if self._form is None:
-            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, row), (self._n_vocab,))
-        allowed = self._form.allowed()
+        allowed = likeliest(logits, self._top_k) if self._form is None else self._form.allowed()
+        if allowed is None:
+            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
         candidates = np.zeros(len(allowed), _CANDIDATE)
         candidates["id"] = allowed
         candidates["logit"] = logits[allowed]
