@@ -51,7 +51,7 @@ class Blob(Cells):
 
 
 class _Pages:
-    """[any thread] Memory for copies. That of the last copy which nobody refers to any more is kept for the next one.
+    """[any thread] Memory for copies. The largest of those that nobody refers to any more is kept for the next one.
 
     :param has_room: whether so many bytes may be kept.
     :param pinned: gives pinned memory of so many bytes, or None.
@@ -108,6 +108,13 @@ class _Pages:
         weakref.finalize(data, self._freed, pages, held_bytes)
         return data
 
+    def reserve(self, n_bytes: int) -> None:
+        """Takes pinned pages ahead of time, so that the next copy need not wait for them."""
+        with self._lock:
+            pages = self._pinned(n_bytes) if n_bytes > self.kept_bytes and self._has_room(n_bytes) else None
+            if pages is not None:
+                self._kept = pages, pages.nbytes
+
     def _take_pinned(self, n_bytes: int) -> Pinned | None:
         roomy = int(n_bytes * PINNED_ROOM)
         return self._pinned(roomy if self._has_room(roomy) else n_bytes)
@@ -137,7 +144,7 @@ class _Pages:
         """Called when nothing refers to a copy whose memory has ``held_bytes`` any more."""
         with self._lock:
             self.live_bytes -= held_bytes
-            if pages is not None and self._has_room(held_bytes):
+            if pages is not None and held_bytes > self.kept_bytes and self._has_room(held_bytes):
                 self._kept = pages, held_bytes
 
 
@@ -217,6 +224,12 @@ class KvStore:
             if self._strict and self._pages.live_bytes + n_bytes > self.limit_bytes:
                 raise MemoryError
             return self._pages.take(n_bytes)
+
+    def reserve(self, n_bytes: int) -> None:
+        """Takes pinned memory for a copy of ``n_bytes`` ahead of time, if the device has such memory and the limit has
+        room."""
+        with self._lock:
+            self._pages.reserve(n_bytes)
 
     def use(self, blob: Blob) -> None:
         """Counts a hit, and makes ``blob`` the most recently used one."""
