@@ -42,6 +42,8 @@ MIB = 1 << 20
 BACKGROUND, URGENT = 0, 2
 QUESTION = "A rider comes to the gate. Who goes there, and what brings you out in this weather, stranger?"
 N_PARALLEL = 3
+SETTLED_TOKENS = 40
+"""After so many tokens of each background job, VRAM holds the experts that these texts need."""
 
 
 class Game:
@@ -126,7 +128,7 @@ class Game:
         async with trio.open_nursery() as nursery:
             for i in range(N_PARALLEL):
                 nursery.start_soon(speak, i)
-            while min(arrived) < 3:
+            while min(arrived) < SETTLED_TOKENS:
                 await trio.sleep(0.02)
             before, start = min(arrived), time.perf_counter()
             await trio.sleep(3.0)

@@ -318,6 +318,32 @@ def test_pinned_memory_is_used_where_the_device_has_some() -> None:
     del again, large, other
 
 
+def test_copies_do_not_wait_for_pinned_memory_that_was_taken_ahead_of_time() -> None:
+    taken: list[int] = []
+
+    def pinned(n_bytes: int) -> npt.NDArray[np.uint8]:
+        taken.append(n_bytes)
+        return np.empty(n_bytes, np.uint8)
+
+    store = KvStore(100 * MIB, pinned)
+    store.reserve(200 * MIB)  # more than the limit
+    assert store.held_bytes == 0
+    store.reserve(32 * MIB)
+    store.reserve(8 * MIB)  # there is more already
+    assert taken == [32 * MIB]
+    assert store.held_bytes == 32 * MIB
+    first = store.memory(24 * MIB)
+    second = store.memory(8 * MIB)
+    assert taken == [32 * MIB, 9 * MIB]
+    del first, second  # the larger one is kept
+    assert store.held_bytes == 32 * MIB
+    again = store.memory(32 * MIB)
+    assert taken == [32 * MIB, 9 * MIB]
+    del again
+    store.set_limit(16 * MIB, strict=True)
+    assert store.held_bytes == 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each copy has new memory")
 def test_memory_that_is_kept_for_the_next_copy_is_within_the_limit() -> None:
     def resident_bytes() -> int:
