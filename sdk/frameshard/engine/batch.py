@@ -38,13 +38,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Iterable, Sequence
 
 from frameshard.engine.adapters import NO_ADAPTERS, AdapterSet
 from frameshard.engine.answer import Given
 from frameshard.engine.draft import DraftModel, DraftState
+from frameshard.engine.inflight import InFlight
 from frameshard.engine.job import Job, Slot, job_slot
 from frameshard.engine.kvstore import KvStore
 from frameshard.engine.llama import DecodeAborted, Rows
@@ -101,9 +101,7 @@ class Batcher:
         self._set_in_turn: AdapterSet = NO_ADAPTERS
         self._set_turns = self._decodes_left = 0
         self._rate: collections.deque[tuple[float, int]] = collections.deque()
-        self._lock = threading.Lock()
-        self._interrupted: set[int] = set()
-        self._in_flight: frozenset[int] = frozenset()
+        self._in_flight = InFlight(runtime.abort, runtime.resume)
         self._prompt_tokens = 0
         self._drafted = self._accepted = 0
         self._model_drafted = self._model_accepted = 0
@@ -126,7 +124,7 @@ class Batcher:
     @property
     def decoding(self) -> bool:
         """[any thread] A decode is running right now."""
-        return bool(self._in_flight)
+        return self._in_flight.running
 
     def statistics(self) -> dict[str, object]:
         """[any thread] The numbers of running jobs, queued jobs and conversations, and the tokens per second of the
@@ -171,8 +169,7 @@ class Batcher:
         :param keep: the job will be resumed: its cells are put into the KV store.
         :returns: the "cancelled" event; empty if the job has already ended.
         """
-        with self._lock:
-            self._interrupted.discard(job_id)
+        self._in_flight.forget(job_id)
         for job in self._jobs():
             if job.id == job_id:
                 if job.slot is None:
@@ -191,10 +188,12 @@ class Batcher:
     def interrupt(self, job_id: int) -> None:
         """[any thread] Stops decoding for this job. The running decode is aborted if no other job takes part in it. The
         caller must call :meth:`cancel` afterwards."""
-        with self._lock:
-            self._interrupted.add(job_id)
-            if self._in_flight and self._in_flight <= self._interrupted:
-                self._runtime.abort()
+        self._in_flight.interrupt(job_id)
+
+    def preempt(self, priority: int) -> None:
+        """[any thread] A job of this priority is about to be added: a decode of less urgent jobs gives way to it, and
+        runs again later."""
+        self._in_flight.preempt(priority)
 
     def step(self) -> list[em.JobEvent]:
         """Starts queued jobs; if none can start, runs one decode.
@@ -211,11 +210,10 @@ class Batcher:
         self._runtime.adapters.use(jobs[0].adapters)
         prefilling, at = jobs[0], len(job_slot(jobs[0]).tokens)
         picture = prefilling.pictures.get(at) if prefilling.prefilling else None
-        with self._lock:
-            self._in_flight = frozenset(job.id for job in jobs)
-            if self._in_flight <= self._interrupted:
-                self._in_flight = frozenset()
-                return events
+        # Half an image cannot be decoded again, nor a recurrent state. A draft model would draft from another state.
+        can_repeat = picture is None and self._runtime.llama.can_trim and self._draft is None
+        if not self._in_flight.begin(jobs, can_repeat=can_repeat):
+            return events
         part = self._part(prefilling, at) if prefilling.prefilling else []
         batch: list[tuple[Job, list[int]]] = []
         outputs: list[int] = []
@@ -235,15 +233,16 @@ class Batcher:
             if picture is None:
                 raise
             failure = error
-        with self._lock:
-            self._in_flight = frozenset()
-            self._runtime.resume()
+        self._in_flight.end()
+        for job in jobs:
+            job.gave_way = isinstance(failure, DecodeAborted)
         if failure is not None:
             for job in jobs:
                 slot = job_slot(job)
                 if self._runtime.length(slot.seq) == 0:
                     slot.cut(0)
-                # An aborted job is about to be cancelled. A prompt goes on in steps that fit the budget.
+                # After an abort a job decodes the same again, or is about to be cancelled. A prompt goes on in steps
+                # that fit the budget.
                 if isinstance(failure, FrameshardError):
                     events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(failure))))
             return events

@@ -43,6 +43,8 @@ class Job:
     adapters: AdapterSet = NO_ADAPTERS
     """The adapters that it is decoded with, from :meth:`Batcher.add` to the end. Only cells that were decoded with the
     same ones are reused."""
+    gave_way: bool = False
+    """Its last decode was aborted, for a more urgent job or a smaller budget."""
     last_turn: int = 0
     """The number of the last turn in which it generated."""
     slot: Slot | None = None

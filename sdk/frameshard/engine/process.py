@@ -376,6 +376,8 @@ class Engine:
         if self._idle is not None:
             self._idle.disturb()
         self._commands.put(lambda: self._submit(number, outcome))
+        if isinstance(outcome, Job) and self._batcher is not None:
+            self._batcher.preempt(outcome.priority)
 
     def _submit(self, number: int, outcome: Job | FrameshardError) -> None:
         assert self._batcher is not None
