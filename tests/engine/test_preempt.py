@@ -18,9 +18,10 @@ from frameshard.engine.runtime import Runtime
 from frameshard.wire import engine as em
 from frameshard.wire.messages import Sampling
 
-def run(when=lambda n: None):
+def run(when=lambda n: None, beside=lambda batcher: None):
     '''Runs two background jobs. Before each decode, on the CPU in the middle of it, calls when(number of the decode).
     Preempts with the priority that it returns, or adds the job that it returns and preempts with its priority.
+    Calls beside(the batcher) before all.
 
     :returns: the tokens of each job, the number of decodes that began, and the job of each event in order.
     '''
@@ -48,6 +49,7 @@ def run(when=lambda n: None):
         return on_node()
 
     runtime.llama.decode, runtime.on_node = counted, at_node
+    beside(batcher)
     for number in (1, 2):
         batcher.add(reader.read(ask(number, "the keeper counts the gulls " * 12 * number, 0)))
     events = []
@@ -77,6 +79,22 @@ equal, n_equal, _ = run(lambda n: 0)
 print(json.dumps([given_up == undisturbed, equal == undisturbed, n_begun / n_decodes, n_equal / n_decodes]))
 """
 
+ANY_MOMENT = """
+import threading
+stop = threading.Event()
+
+def preempt_often(batcher):
+    def often():
+        while not stop.is_set():
+            batcher.preempt(2)
+    threading.Thread(target=often, daemon=True).start()
+
+undisturbed, n_decodes, _ = run()
+disturbed, n_begun, _ = run(beside=preempt_often)
+stop.set()
+print(json.dumps([disturbed == undisturbed, n_decodes < n_begun <= 2 * n_decodes]))
+"""
+
 URGENT = """
 question = ask(3, "who goes there?", 2)
 tokens, _, order = run(lambda n: question if n == 1 else None)
@@ -95,6 +113,12 @@ def results(script: str, model: Path, device: str) -> object:
 def test_each_decode_gives_way_once(tiny_model: Callable[[str], Path], device: str) -> None:
     """So jobs get on, however many urgent ones come. Their text is that of an undisturbed run."""
     assert results(EACH_DECODE, tiny_model("llama"), device) == [True, True, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_decode_may_give_way_at_any_moment(tiny_model: Callable[[str], Path], device: str) -> None:
+    """Another thread preempts without a pause, also between decodes."""
+    assert results(ANY_MOMENT, tiny_model("llama"), device) == [True, True]
 
 
 def test_a_recurrent_state_cannot_be_decoded_again(tiny_model: Callable[[str], Path]) -> None:

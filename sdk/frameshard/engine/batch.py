@@ -3,6 +3,7 @@
 Each running job has one sequence. A decode step decodes the last token of every job that generates. Prompts are
 prefilled one job at a time, in chunks of ``n_ubatch`` tokens. Chunks and decode steps alternate, so a long prompt does
 not stop the other jobs. An image in a prompt takes two turns: the first encodes it, the second prefills its embeddings.
+A decode is aborted when a more urgent job comes, and runs again later (:mod:`frameshard.engine.inflight`).
 
 Speculative decoding: a decode step includes drafted tokens if the plan predicts more tokens per second with them.
 Drafts come from the lookup or from the draft model. Each job uses the source that is expected to yield more tokens; the
