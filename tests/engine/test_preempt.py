@@ -79,6 +79,21 @@ equal, n_equal, _ = run(lambda n: 0)
 print(json.dumps([given_up == undisturbed, equal == undisturbed, n_begun / n_decodes, n_equal / n_decodes]))
 """
 
+NO_ROOM = """
+from frameshard.errors import OutOfMemory
+
+def refuses(batcher):
+    def refused():
+        runtime.llama.decode = regular
+        batcher.preempt(2)
+        raise OutOfMemory("no room")
+    regular, runtime.llama.decode = runtime.llama.decode, refused
+
+undisturbed, n_decodes, _ = run()
+refused, n_begun, _ = run(beside=refuses)
+print(json.dumps([refused == undisturbed, n_begun == n_decodes]))
+"""
+
 ANY_MOMENT = """
 import threading
 stop = threading.Event()
@@ -119,6 +134,11 @@ def test_each_decode_gives_way_once(tiny_model: Callable[[str], Path], device: s
 def test_a_decode_may_give_way_at_any_moment(tiny_model: Callable[[str], Path], device: str) -> None:
     """Another thread preempts without a pause, also between decodes."""
     assert results(ANY_MOMENT, tiny_model("llama"), device) == [True, True]
+
+
+def test_a_decode_that_gives_way_may_have_no_room(tiny_model: Callable[[str], Path]) -> None:
+    """What it lacks shows when it runs again."""
+    assert results(NO_ROOM, tiny_model("llama"), "emulated") == [True, True]
 
 
 def test_a_recurrent_state_cannot_be_decoded_again(tiny_model: Callable[[str], Path]) -> None:

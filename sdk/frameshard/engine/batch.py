@@ -62,6 +62,7 @@ from frameshard.errors import (
     BudgetBelowFloor,
     ContextOverflow,
     FrameshardError,
+    OutOfMemory,
     Overloaded,
     internal,
 )
@@ -234,6 +235,10 @@ class Batcher:
             if picture is None:
                 raise
             failure = error
+        except OutOfMemory:
+            if not self._runtime.aborted:
+                raise
+            failure = DecodeAborted()  # whether a smaller step has room shows when it runs again
         self._in_flight.end()
         for job in jobs:
             job.gave_way = isinstance(failure, DecodeAborted)
