@@ -31,8 +31,8 @@ class InFlight:
     def begin(self, jobs: Sequence[Job], *, can_repeat: bool) -> bool:
         """Notes that a decode of ``jobs`` begins. :meth:`end` must follow.
 
-        :param can_repeat: the decode may be aborted, and runs again later. Jobs whose last decode was aborted for that
-            reason do not give way again, so all jobs get on.
+        :param can_repeat: the decode may be aborted for a more urgent job, and runs again later. If the last decode of
+            one of the jobs was aborted, this one is not, so all jobs get on.
         :returns: false if all of them are interrupted. Then no decode begins.
         """
         with self._lock:

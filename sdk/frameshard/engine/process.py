@@ -82,7 +82,7 @@ effect in between."""
 
 FILL_STEPS = 1
 """Between two decodes, weights are copied to VRAM for at most the time of this many decodes: the next token waits for
-them. With 4 the longest gaps of an 8B model's tokens were 306 ms while the budget changed, with 1 they are 235."""
+them."""
 
 TELL_LOADING_S = 0.05
 
@@ -99,7 +99,7 @@ SPARES_AT_LOAD_S = 0.5
 """A launch takes host memory for the KV cache for at most so many seconds."""
 
 FIRST_COPY_TOKENS = 512
-"""A launch takes host memory to copy a KV cache of so many tokens to."""
+"""A launch takes host memory for one copy of a KV cache of so many tokens."""
 
 LOAD_RELEASE_S = 5.0
 WATCH_S = 0.25
@@ -298,7 +298,7 @@ class Engine:
         if runtime.device is not None:
             self._take_spares(runtime, runtime.device, self._batcher.store)
         gc.collect()
-        gc.freeze()  # what the load has made stays: to look through it takes a collection 15 ms, for which tokens wait
+        gc.freeze()  # these objects stay; if each full collection looked at them, tokens would wait 15 ms
         self._loaded.set()
         self._link.send(report.ready(runtime, self._vision, time.monotonic() - started))
 
