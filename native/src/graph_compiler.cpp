@@ -88,8 +88,9 @@ class Compiler {
     void add_row_piece(const Step &s);
     void lower_cpu_steps(int step, int node0, int node1);
     size_t work_of(const Step &s) const;
+    bool may_merge(const Step &s, int node0, size_t work) const;
     void add_gpu(int step, int node0, int node1);
-    void add_cpu(int step, int node0, int node1);
+    void add_cpu(int node0, int node1);
     void add_group_nodes(ExpertGroup &group);
     void finish_cpu(Segment &seg);
     void push_shadow(ggml_tensor *t);
@@ -445,6 +446,17 @@ size_t Compiler::work_of(const Step &s) const {
     return n_tokens < kPrefillTokens ? std::min(s.bytes, all) : all;
 }
 
+// Whether a resident step may be computed in the segment before it. Row pieces go with pieces of the same matrix.
+bool Compiler::may_merge(const Step &s, int node0, size_t work) const {
+    if (p.segments.empty()) {
+        return false;
+    }
+    const Segment &last = p.segments.back();
+    const bool adjacent = s.row_piece ? last.node0 == node0 : last.node1 == node0;
+    return adjacent && last.row_piece == s.row_piece && !last.cpu && last.entry < 0 && last.group < 0 && !last.block &&
+           (work == 0 || merged_work + work <= p.key.merge_limit);
+}
+
 void Compiler::add_gpu(int step, int node0, int node1) {
     const Step &s = steps[step];
     bool work = s.row_piece;
@@ -464,13 +476,9 @@ void Compiler::add_gpu(int step, int node0, int node1) {
         block = block_of(g->nodes[i]);
         block = block && block->in_host_memory ? block : nullptr;
     }
-    Segment *last = p.segments.empty() ? nullptr : &p.segments.back();
-    const bool merge = last && !last->cpu && last->entry < 0 && last->group < 0 && streamed.empty() &&
-                       last->node1 == node0 && (!work || merged_work + work_of(s) <= p.key.merge_limit) &&
-                       !s.row_piece && !last->row_piece && !block && !last->block;
-    if (!merge) {
+    if (!streamed.empty() || block || !may_merge(s, node0, work ? work_of(s) : 0)) {
         Segment seg;
-        seg.step = step;
+        seg.step0 = step;
         seg.row_piece = s.row_piece;
         seg.node0 = node0;
         seg.piece = s.piece;
@@ -480,6 +488,7 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     }
     Segment &seg = p.segments.back();
     merged_work += work_of(s);
+    seg.step1 = step + 1;
     seg.bytes += s.bytes;
     seg.node1 = node1;
     seg.block = block;
@@ -498,10 +507,9 @@ void Compiler::add_gpu(int step, int node0, int node1) {
     }
 }
 
-void Compiler::add_cpu(int step, int node0, int node1) {
+void Compiler::add_cpu(int node0, int node1) {
     Segment seg;
     seg.cpu = true;
-    seg.step = step;
     seg.node0 = node0;
     seg.node1 = node1;
     for (int i = node0; i < node1; i++) {
@@ -571,7 +579,7 @@ void Compiler::lower_cpu_steps(int step, int node0, int node1) {
     KvBlock *block = nullptr;
     auto close = [&](int end) {
         if (end > run0) {
-            run_cpu ? add_cpu(step, run0, end) : add_gpu(step, run0, end);
+            run_cpu ? add_cpu(run0, end) : add_gpu(step, run0, end);
         }
         run0 = end;
     };
@@ -699,7 +707,6 @@ void Compiler::lay_segments() {
         const bool host = on_host(s);
         if (group < p.groups.size() && p.groups[group].node0 == node0) {
             Segment seg;
-            seg.step = k;
             seg.node0 = node0;
             seg.node1 = p.groups[group].node1;
             seg.group = (int)group++;
@@ -707,9 +714,9 @@ void Compiler::lay_segments() {
             k = step_of[seg.node1 - 1];
             p.segments.push_back(seg);
         } else if (s.unsupported) {
-            add_cpu(k, node0, s.node1);
+            add_cpu(node0, s.node1);
         } else if (host && s.row_piece) {
-            add_cpu(k, node0, s.node1); // the whole matrix
+            add_cpu(node0, s.node1); // the whole matrix
             while (k + 1 < (int)steps.size() && steps[k + 1].node0 == s.node0) {
                 k++;
             }
@@ -784,7 +791,9 @@ bool Compiler::lower(std::string &why) {
         p.shadow->nodes[p.shadow->n_nodes++] =
             capture ? keys.at_place(n_tokens == 1, (size_t)(&seg - p.segments.data())) : keys.uncaptured(n_tokens == 1);
         if (seg.row_piece) {
-            add_row_piece(steps[seg.step]);
+            for (int k = seg.step0; k < seg.step1; k++) {
+                add_row_piece(steps[k]);
+            }
         } else if (seg.group >= 0) {
             add_group_nodes(p.groups[seg.group]);
         } else {

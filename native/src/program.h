@@ -50,10 +50,10 @@ struct ExpertGroup {
 // A run of nodes on one device. GPU segments are a range of the program's shadow nodes.
 struct Segment {
     bool cpu = false;
-    bool row_piece = false;              // the segment is one row piece of a matrix and nothing else
-    int step = 0;                        // first step that it covers
+    bool row_piece = false;              // the segment is row pieces of one matrix and nothing else
+    int step0 = 0, step1 = 0;            // GPU: steps covered
     int node0 = 0, node1 = 0;            // original nodes covered
-    int piece = 0;                       // index of the row piece, for resuming after an eviction
+    int piece = 0;                       // index of the first row piece, for resuming after an eviction
     int shadow0 = 0, shadow1 = 0;        // GPU: range of shadow nodes
     int entry = -1;                      // index into the program's ring entries; -1: nothing is streamed
     int group = -1;                      // index into the program's expert groups; -1: not a group

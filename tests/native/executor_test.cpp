@@ -584,6 +584,15 @@ SCENARIO(row_pieces_of_many_tokens) {
     s.check_conversation();
 }
 
+SCENARIO(resident_row_pieces_share_a_segment) {
+    Session s(config_of(0), {{1, 0}});
+    s.commit();
+    CHECK(fsd_set_budget(s.full, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    const uint64_t before = stats().steps;
+    s.check_decode(0);
+    CHECK(stats().steps - before <= 7); // 12 if each of the head's six pieces were a segment
+}
+
 // Predictions are made at any time from what takes VRAM beside the compute buffers.
 SCENARIO(figures_are_of_one_moment_while_graphs_run) {
     Session s(config_of(0), {{900, 0}, {1, 900}}, 1024, 900);
