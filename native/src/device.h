@@ -15,6 +15,7 @@
 #include "frameshard_device.h"
 #include "host_ledger.h"
 #include "kv_store.h"
+#include "latest_graphs.h"
 #include "plan.h"
 #include "requests.h"
 #include "ring.h"
@@ -55,6 +56,7 @@ struct Device {
     } scratch;
     Plan plan;
     ProgramCache programs;
+    LatestGraphs<std::vector<GraphMemory *>> memories; // compute buffers
 
     // Any thread.
     Ledger ledger;

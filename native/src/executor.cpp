@@ -520,7 +520,7 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
     if (!d.cache.begin_graph(tokens_of(d, graph))) {
         return disk_failed(d.cache.why());
     }
-    for (GraphMemory *memory : graph_memories(graph)) {
+    for (GraphMemory *memory : d.memories.of(graph, graph_memories)) {
         if (!d.hold(*memory) || std::exchange(memory->lost_input, false)) {
             GGML_LOG_DEBUG("frameshard: no memory for a graph\n"); // the caller decides whether this is an error
             return GGML_STATUS_ALLOC_FAILED;

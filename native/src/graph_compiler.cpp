@@ -877,7 +877,7 @@ static size_t merge_limit(const Device &d, int64_t n_tokens) {
     return paced ? q.paced_decode_merge : q.decode_merge;
 }
 
-ProgramKey program_key(const Device &d, const ggml_cgraph *graph, int first_node, int first_piece) {
+ProgramKey program_key(Device &d, const ggml_cgraph *graph, int first_node, int first_piece) {
     const int64_t n_tokens = tokens_of(d, graph);
     ProgramKey key;
     key.uid = graph->uid;
@@ -886,7 +886,7 @@ ProgramKey program_key(const Device &d, const ggml_cgraph *graph, int first_node
     key.first_piece = first_piece;
     key.tier = d.plan.tier_for(n_tokens);
     key.merge_limit = merge_limit(d, n_tokens);
-    for (const GraphMemory *memory : graph_memories(graph)) {
+    for (const GraphMemory *memory : d.memories.of(graph, graph_memories)) {
         key.memory += memory->version();
     }
     return key;

@@ -17,7 +17,7 @@ namespace fsd {
 int64_t tokens_of(const Device &d, const ggml_cgraph *graph);
 
 // What a program for the graph, from a node and row piece on, depends on right now.
-ProgramKey program_key(const Device &d, const ggml_cgraph *graph, int first_node, int first_piece);
+ProgramKey program_key(Device &d, const ggml_cgraph *graph, int first_node, int first_piece);
 
 // Compiles the graph from the key's first node on. Null, with the reason in `why`, when the graph cannot be run. The
 // layout of the ring must be known: call after Device::ensure_ring and ensure_window.

@@ -1,7 +1,6 @@
 #include "kv_store.h"
 
 #include "buffer.h"
-#include "program.h"
 #include "system.h"
 
 #include "ggml-backend-impl.h"
@@ -640,16 +639,7 @@ const KvAccess &KvStore::access(const ggml_cgraph *graph) {
     if (caches_.empty()) {
         return none;
     }
-    auto it = std::find_if(accesses_.begin(), accesses_.end(),
-                           [&](const auto &known) { return graph->uid != 0 && known.first == graph->uid; });
-    if (it == accesses_.end()) {
-        if (accesses_.size() >= kMaxPrograms) {
-            accesses_.pop_front();
-        }
-        accesses_.emplace_back(graph->uid, access_of(graph));
-        it = accesses_.end() - 1;
-    }
-    return it->second;
+    return accesses_.of(graph, access_of);
 }
 
 bool KvStore::prepare(const KvAccess &a) {

@@ -2,11 +2,11 @@
 #pragma once
 
 #include "kv_cache.h"
+#include "latest_graphs.h"
 #include "ledger.h"
 #include "weights.h"
 
 #include <atomic>
-#include <deque>
 
 namespace fsd {
 
@@ -47,7 +47,7 @@ class KvStore {
     uint64_t host_bytes() const { return host_bytes_.load(); }
     uint64_t spare_bytes() const { return spare_bytes_.load(); } // [any thread] of host memory that waits for blocks
 
-    // What a graph reads and writes. Valid until kMaxPrograms other graphs have been asked for.
+    // What a graph reads and writes. Valid as in LatestGraphs.
     const KvAccess &access(const ggml_cgraph *graph);
     // Makes room for it, and tells the device where its rows lie.
     bool prepare(const KvAccess &access);
@@ -110,7 +110,7 @@ class KvStore {
     const Weights &weights_;
     uint64_t &generation_;
     std::vector<KvCache *> caches_;
-    std::deque<std::pair<uint64_t, KvAccess>> accesses_; // by graph
+    LatestGraphs<KvAccess> accesses_;
     InnerBuffer window_;
     char *window_base_ = nullptr;
     size_t n_panes_ = 0, pane_bytes_ = 0;

@@ -24,6 +24,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
     Buffer *c = ctx(b);
     d.inner.synchronize();
     d.programs.clear(); // their shadow nodes may point into the buffer
+    d.memories.clear();
     d.note_graph_bytes();
     if (c->weights && d.inner.copy) {
         d.ring.reset();
