@@ -215,7 +215,7 @@ class Llama:
         :returns: the rows of the batch that get logits, for :meth:`logits`.
         :raises BadArgument: no tokens, too many tokens, invalid token ids, or too many rows of logits.
         """
-        n, outputs = 0, []
+        n, outputs = 0, list[int]()
         for rows, start in zip(batch, starts, strict=True):
             count = len(rows.tokens)
             end = n + count
@@ -224,10 +224,10 @@ class Llama:
             self._tokens[n:end] = rows.tokens
             self._positions[n:end] = np.arange(start, start + count)
             self._seqs[n:end] = rows.seq
-            self._wanted[n:end] = rows.logits == "all"
-            if rows.logits == "last" and count:
-                self._wanted[end - 1] = 1
-            outputs += [int(row) + n for row in np.flatnonzero(self._wanted[n:end])]
+            first_wanted = {"all": n, "last": max(end - 1, n), "none": end}[rows.logits]
+            self._wanted[n:first_wanted] = 0
+            self._wanted[first_wanted:end] = 1
+            outputs += range(first_wanted, end)
             n = end
         if not n:
             raise BadArgument("an empty batch")
