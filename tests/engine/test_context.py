@@ -122,3 +122,48 @@ def test_a_prompt_does_not_wait_for_a_plan(deep_model: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == [0, True, 0, True, 1]
+
+
+PAGE = """
+import json, sys
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+
+config = EngineConfig(
+    model=sys.argv[1], device="emulated", n_ctx=2048, n_parallel=1, n_threads=1, vram_budget_bytes=int(sys.argv[2])
+)
+with Runtime.load(config) as runtime:
+    placement, outdated = runtime.placement, []
+    placement.on_outdated = lambda: outdated.append(True)
+    decode, before = placement.plan.tiers[0], runtime.device.stats()
+    runtime.decode_tokens(0, [5] * 300)
+    placement.fill()
+    after = runtime.device.stats()
+    taken = after.kv_bytes + after.kv_host_bytes - before.kv_bytes - before.kv_host_bytes
+    print(json.dumps([taken, decode.streamed_bytes + decode.cpu_bytes, len(outdated)]))
+"""
+
+
+def a_page(model: Path, budget_bytes: int) -> list[int]:
+    """Takes a second page of keys and values. Returns its bytes, those that were left out of VRAM before, and the number of
+    plans that were asked for."""
+    result = subprocess.run(
+        [sys.executable, "-c", PAGE, str(model), str(budget_bytes)], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    found: list[int] = json.loads(result.stdout)
+    return found
+
+
+def test_what_displaces_much_of_the_rest_gets_a_plan(model_path: Path) -> None:
+    """A page takes less than a sixteenth of the budget, but more than a sixteenth of what is left out of VRAM."""
+    budget_bytes = 100 << 20
+    taken, left_out, n_asked = a_page(model_path, budget_bytes)
+    assert left_out / 16 < taken < budget_bytes / 16
+    assert n_asked == 1
+
+
+def test_what_displaces_nothing_needs_no_plan(model_path: Path) -> None:
+    taken, left_out, n_asked = a_page(model_path, 1 << 30)
+    assert taken > left_out == 0
+    assert n_asked == 0

@@ -37,10 +37,13 @@ OnLoading = Callable[[m.LoadingStage, int, int], None]
 
 _ROUTING_CHANGED = 0.08  # share of the routers' choices that must differ before a new plan is made
 REPLAN_SHARE = 16
-"""A new plan is made when the size of the KV cache has changed by more than the budget divided by this number."""
+"""A new plan is made when the size of the KV cache has changed by more than this part of what decodes stream and
+compute on the CPU, or of the budget if that is less. Until then what the cache displaces is streamed."""
+_LEAST_REPLAN_SHARE = 64
+"""A change by less than this part of the budget needs no new plan. Each lets the driver record a decode's launches."""
 _PROMPT_SHARE = 4
-"""The same, before a prompt is read. A plan takes a tenth of a second, for which the answer would wait. So a smaller
-change gets its plan from :meth:`Placement.fill`, after the prompt."""
+"""The part of the budget, before a prompt is read. A plan takes a tenth of a second, for which the answer would wait.
+So a smaller change gets its plan from :meth:`Placement.fill`, after the prompt."""
 _PLANS_KEPT = 16  # prompts that come and go need the same few plans again
 _FILL_STEPS = 20  # reports of progress while a load fills VRAM
 _LEAST_CTX_USED = 512  # plans assume at least so many tokens of context
@@ -420,6 +423,14 @@ class Placement:
         self.unfilled, self._cut = self.unfilled or self._cut, False
         self.overhead.follow()
 
+    def _tolerated(self, budget_bytes: int, *, prompt: bool) -> int:
+        """By how many bytes the KV cache may change before a new plan is made."""
+        if prompt:
+            return budget_bytes // _PROMPT_SHARE
+        decode = self.plan.tiers[0]
+        left_out = min(decode.streamed_bytes + decode.cpu_bytes, budget_bytes)
+        return max(left_out // REPLAN_SHARE, budget_bytes // _LEAST_REPLAN_SHARE)
+
     def _replan_for_context(self, *, prompt: bool = False) -> None:
         """Asks for a new plan if the KV cache has changed much. Small changes keep the old one.
 
@@ -429,8 +440,7 @@ class Placement:
         changed = abs(stats.kv_bytes + stats.kv_host_bytes - self._kv_planned)
         # A ring that has shrunk keeps fewer experts than the plan counts on.
         shrunk = not prompt and stats.ring_bytes < self._ring_planned
-        share = _PROMPT_SHARE if prompt else REPLAN_SHARE
-        if self._plan is not None and (shrunk or changed * share > stats.budget_bytes):
+        if self._plan is not None and (shrunk or changed > self._tolerated(stats.budget_bytes, prompt=prompt)):
             self.begin_plan()
             if prompt:
                 self.replan_if_fits()
