@@ -208,10 +208,16 @@ def _fill(row: _Row, runtime: Runtime, workload: Workload) -> None:
     assert placement is not None
     assert row.budget is not None
     placement.replan()
-    while placement.fill():
-        pass
+    _fill_up(runtime)
     # The same plan as the engine's, but for the context in the middle of the answer.
     row.plan = placement.plan_for(row.budget, workload.n_prompt + workload.n_generate // 2, workload.n_parallel)
+
+
+def _fill_up(runtime: Runtime) -> None:
+    """Brings weights back to the VRAM that a prompt has used, as the engine does."""
+    if runtime.placement is not None:
+        while runtime.placement.fill():
+            pass
 
 
 def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: bool) -> None:
@@ -235,9 +241,7 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
         _read(runtime, workload.n_parallel, tokens)
         middle = time.perf_counter()
         between = device.stats() if device is not None else None
-        if runtime.placement is not None:
-            while runtime.placement.fill():  # as the engine does: weights return to the VRAM that the prompt has used
-                pass
+        _fill_up(runtime)
         for i in range(workload.n_generate):
             _decode(runtime, workload.n_parallel, words, i)
         end = time.perf_counter()
@@ -314,6 +318,7 @@ def _windows(runtime: Runtime, workload: Workload, *, any_tokens: bool) -> dict[
     assert runtime.device is not None
     words, tokens = _tokens(runtime, workload.n_prompt, any_at_all=any_tokens)
     _read(runtime, workload.n_parallel, tokens)
+    _fill_up(runtime)
     _decode(runtime, workload.n_parallel, words)
     runtime.device.start_trace()
     at = [time.perf_counter()]
