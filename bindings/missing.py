@@ -16,6 +16,7 @@ PROGRAMS = {
     "love": "love",
     "Xvfb": "xvfb",
     "xvfb-run": "xvfb",
+    "qemu-x86_64": "qemu-user",
 }
 FILES = {
     "/usr/include/zmq.h": "libzmq3-dev",
