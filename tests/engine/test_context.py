@@ -145,8 +145,8 @@ with Runtime.load(config) as runtime:
 
 
 def a_page(model: Path, budget_bytes: int) -> list[int]:
-    """Takes a second page of keys and values. Returns its bytes, those that were left out of VRAM before, and the number of
-    plans that were asked for."""
+    """Takes a second page of keys and values. Returns its bytes, those that were left out of VRAM before, and the
+    number of plans that were asked for."""
     result = subprocess.run(
         [sys.executable, "-c", PAGE, str(model), str(budget_bytes)], capture_output=True, text=True, timeout=300
     )

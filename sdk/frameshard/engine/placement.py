@@ -40,7 +40,8 @@ REPLAN_SHARE = 16
 """A new plan is made when the size of the KV cache has changed by more than this part of what decodes stream and
 compute on the CPU, or of the budget if that is less. Until then what the cache displaces is streamed."""
 _LEAST_REPLAN_SHARE = 64
-"""A change by less than this part of the budget needs no new plan. Each lets the driver record a decode's launches."""
+"""A change by less than this part of the budget needs no new plan: after each one the driver records the launches of a
+decode again, which takes some 10 ms."""
 _PROMPT_SHARE = 4
 """The part of the budget, before a prompt is read. A plan takes a tenth of a second, for which the answer would wait.
 So a smaller change gets its plan from :meth:`Placement.fill`, after the prompt."""
