@@ -28,10 +28,11 @@ Floats = NDArray[np.float64]
 # The number of kernels that a shard launches besides its matrix products. The measured rates of products include their
 # launches.
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
-# The time that each of these kernels adds to the first graph of a prompt, and to the first token after it: llama.cpp
-# builds another graph, the shard device compiles it, and the driver records its launches. On an H100 machine the first
-# token took 20 ms more with qwen3-30b-a3b-q4_0: by answers of 64 and of 8 tokens with everything resident, and by a
-# time line. Prompts of 1,024 tokens with minitron-8b-f16 took 12 ms more than their copies at 4, 8 and 12 GiB.
+# The time that each of these kernels adds to the first graph of a prompt, and to each of the first two tokens after it:
+# llama.cpp builds another graph, the shard device compiles it, and the driver launches its kernels one by one, then
+# records them. On H100 machines the two tokens together took 32 and 37 ms more than later ones with qwen3-30b-a3b-q4_0,
+# and 12 to 24 ms with minitron-8b-q4_0. Prompts of 1,024 tokens with minitron-8b-f16 took 12 ms more than their copies
+# at 4, 8 and 12 GiB.
 _FIRST_S = 19e-6
 # How often the device's memory reads or writes a token's activations between the products (norms, rotations, sums,
 # conversions), in units of n_embd values. Activations of a feed-forward network are three times as wide, those of
@@ -105,7 +106,7 @@ class Costs:
         n_kernels = shards.by_kind({k: float(n) for k, n in _KERNELS.items()})
         self.kernels_s = profile.kernel_s * n_kernels
         self.first_s = _FIRST_S * float(n_kernels.sum())
-        """How much longer the first graph of a prompt takes, and the first token after it."""
+        """How much longer the first graph of a prompt takes, and each of the first two tokens after it."""
         pass_s = 4 * layout.model.n_embd / profile.device_memory
         self.passes_s = pass_s * shards.by_kind({k: float(n) for k, n in _PASSES.items()})
         self.handoffs = shards.by_kind(_HANDOFFS, 1.0)
