@@ -585,7 +585,7 @@ SCENARIO(row_pieces_of_many_tokens) {
 }
 
 SCENARIO(resident_row_pieces_share_a_segment) {
-    Session s(config_of(0), {{1, 0}});
+    Session s(config_of(0), {{1, 0}, {1, 1}});
     s.commit();
     CHECK(fsd_set_budget(s.full, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
     const uint64_t before = stats().steps;
