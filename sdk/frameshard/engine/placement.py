@@ -36,7 +36,7 @@ OnLoading = Callable[[m.LoadingStage, int, int], None]
 """Is called with a stage of the load, and what of it is done: the fields of :class:`frameshard.wire.engine.Loading`."""
 
 _ROUTING_CHANGED = 0.08  # share of the routers' choices that must differ before a new plan is made
-REPLAN_SHARE = 16
+_REPLAN_SHARE = 16
 """A new plan is made when the size of the KV cache has changed by more than this part of what decodes stream and
 compute on the CPU, or of the budget if that is less. Until then what the cache displaces is streamed."""
 _LEAST_REPLAN_SHARE = 64
@@ -430,7 +430,7 @@ class Placement:
             return budget_bytes // _PROMPT_SHARE
         decode = self.plan.tiers[0]
         left_out = min(decode.streamed_bytes + decode.cpu_bytes, budget_bytes)
-        return max(left_out // REPLAN_SHARE, budget_bytes // _LEAST_REPLAN_SHARE)
+        return max(left_out // _REPLAN_SHARE, budget_bytes // _LEAST_REPLAN_SHARE)
 
     def _replan_for_context(self, *, prompt: bool = False) -> None:
         """Asks for a new plan if the KV cache has changed much. Small changes keep the old one.
