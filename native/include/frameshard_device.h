@@ -23,7 +23,7 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 9
+#define FSD_INTERFACE_VERSION 10
 
 typedef enum {
     FSD_OK = 0,
@@ -112,6 +112,8 @@ typedef struct {
     uint64_t expert_hits, experts_streamed, experts_on_cpu;
     uint64_t budget_generation; /* number of budgets applied */
     double copy_busy_s;         /* time that the copy stream was busy; 0 unless the device is the emulated one */
+    double cpu_busy_s;          /* time in which the CPU computed products of graphs */
+    uint64_t cpu_read_bytes;    /* weights of these products */
     uint32_t host_weights;      /* fsd_host_path: how weights are copied to the device */
     uint64_t imported_bytes;    /* copied from imported host memory; a part of what was copied */
     uint64_t staged_bytes;      /* copied through slots of pinned memory; a part of what was copied */

@@ -62,6 +62,17 @@ void Device::count(const Ring::Copied &copied) {
     });
 }
 
+ggml_status Device::compute_on_cpu(ggml_cgraph *graph, uint64_t weight_bytes) {
+    const double start_s = Trace::now();
+    const ggml_status status = ggml_backend_graph_compute(cpu, graph);
+    const double busy_s = Trace::now() - start_s;
+    counters.update([&](fsd_stats &c) {
+        c.cpu_busy_s += busy_s;
+        c.cpu_read_bytes += weight_bytes;
+    });
+    return status;
+}
+
 // ------------------------------------------------------------------------------------------------ commit, park and unpark
 
 bool Device::take_scratch() {

@@ -459,7 +459,7 @@ ggml_status Executor::run_cpu(Segment &s) {
     view.n_leafs = 0;
     view.leafs = nullptr;
     view.uid = 0;
-    ggml_status status = ggml_backend_graph_compute(d.cpu, &view);
+    ggml_status status = d.compute_on_cpu(&view, s.bytes);
     if (status == GGML_STATUS_SUCCESS) {
         status = give_back(s);
     }

@@ -91,6 +91,9 @@ class Compiler {
     bool may_merge(const Step &s, int node0, size_t work) const;
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int node0, int node1);
+    int add_cpu_rows(int step);
+    ggml_tensor *product_of_rows(const Segment &seg);
+    void add_results(Segment &seg, const ggml_tensor *node);
     void add_group_nodes(ExpertGroup &group);
     void finish_cpu(Segment &seg);
     void push_shadow(ggml_tensor *t);
@@ -513,6 +516,9 @@ void Compiler::add_cpu(int node0, int node1) {
     seg.node0 = node0;
     seg.node1 = node1;
     for (int i = node0; i < node1; i++) {
+        if (g->nodes[i]->op != GGML_OP_MUL_MAT && g->nodes[i]->op != GGML_OP_MUL_MAT_ID) {
+            continue; // lookups read a few rows
+        }
         for (int piece : needs_of(g->nodes[i]).pieces) {
             seg.bytes += d.weights.layout.pieces[piece].bytes;
         }
@@ -520,7 +526,52 @@ void Compiler::add_cpu(int node0, int node1) {
     p.segments.push_back(seg);
 }
 
+// The row pieces of a matrix from a step on that the CPU computes. Returns the last of their steps.
+int Compiler::add_cpu_rows(int step) {
+    Segment seg;
+    seg.cpu = seg.row_piece = true;
+    seg.step0 = step;
+    seg.node0 = steps[step].node0;
+    seg.node1 = steps[step].node1;
+    seg.piece = steps[step].piece;
+    for (seg.step1 = step;
+         seg.step1 < (int)steps.size() && steps[seg.step1].node0 == seg.node0 && on_host(steps[seg.step1]);
+         seg.step1++) {
+        seg.bytes += d.weights.layout.pieces[steps[seg.step1].pieces[0]].bytes;
+    }
+    p.segments.push_back(seg);
+    return seg.step1 - 1;
+}
+
+// The product with the row pieces of a CPU segment.
+ggml_tensor *Compiler::product_of_rows(const Segment &seg) {
+    const Piece &first = d.weights.layout.pieces[steps[seg.step0].pieces[0]];
+    const Piece &last = d.weights.layout.pieces[steps[seg.step1 - 1].pieces[0]];
+    const ggml_tensor *node = g->nodes[seg.node0];
+    ggml_tensor *weights = twin(node->src[0]), *product = twin(node);
+    weights->ne[1] = product->ne[0] = last.row0 + last.rows - first.row0;
+    weights->data = (char *)weights->data + first.host_offset;
+    weights->nb[2] = weights->nb[3] = weights->nb[1] * (size_t)weights->ne[1];
+    product->data = (char *)product->data + (size_t)first.row0 * product->nb[0];
+    product->src[0] = weights;
+    return product;
+}
+
+// Adds the result of a node to what a CPU segment copies to the device.
+void Compiler::add_results(Segment &seg, const ggml_tensor *node) {
+    Buffer *b = buffer_of(root_of(node));
+    const size_t at = (size_t)((char *)node->data - b->base);
+    if (!seg.row_piece || ggml_is_contiguous(node)) {
+        seg.out.push_back({b, at, ggml_nbytes(node)});
+        return;
+    }
+    for (int64_t column = 0; column < ggml_nrows(node); column++) {
+        seg.out.push_back({b, at + (size_t)column * node->nb[1], (size_t)node->ne[0] * node->nb[0]});
+    }
+}
+
 void Compiler::finish_cpu(Segment &seg) {
+    ggml_tensor *rows = seg.row_piece ? product_of_rows(seg) : nullptr;
     std::set<const ggml_tensor *> made; // roots written in full inside the segment
     std::set<std::pair<const void *, size_t>> seen;
     auto fetch = [&](const ggml_tensor *t) {
@@ -562,11 +613,11 @@ void Compiler::finish_cpu(Segment &seg) {
         auto last = last_user.find(root);
         const bool later = last != last_user.end() && last->second >= seg.node1;
         if (b && !b->weights && (later || escapes.count(root) || escapes.count(n) || is_persistent(n))) {
-            seg.out.push_back({b, (size_t)((char *)n->data - b->base), ggml_nbytes(n)});
+            add_results(seg, rows ? rows : n);
         }
     }
     for (int i = seg.node0; i < seg.node1; i++) {
-        seg.nodes.push_back(p.twins.of(g->nodes[i]));
+        seg.nodes.push_back(p.twins.of(rows ? rows : g->nodes[i]));
     }
 }
 
@@ -716,10 +767,7 @@ void Compiler::lay_segments() {
         } else if (s.unsupported) {
             add_cpu(node0, s.node1);
         } else if (host && s.row_piece) {
-            add_cpu(node0, s.node1); // the whole matrix
-            while (k + 1 < (int)steps.size() && steps[k + 1].node0 == s.node0) {
-                k++;
-            }
+            k = add_cpu_rows(k);
         } else if (host) {
             int last = k; // neighbours go together: one exchange of activations for all
             const auto starts_group = [&](const Step &next) {

@@ -331,6 +331,8 @@ void add_tower_counters(fsd_stats &stats) {
     stats.copies += c.copies;
     stats.copied_bytes += c.copied_bytes;
     stats.cpu_segments += c.cpu_segments;
+    stats.cpu_busy_s += c.cpu_busy_s;
+    stats.cpu_read_bytes += c.cpu_read_bytes;
     stats.recompiles += c.recompiles;
 }
 

@@ -28,7 +28,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-INTERFACE_VERSION = 9
+INTERFACE_VERSION = 10
 
 
 class _Config(ctypes.Structure):
@@ -108,6 +108,8 @@ class Stats:
     experts_on_cpu: int
     budget_generation: int
     copy_busy_s: float
+    cpu_busy_s: float
+    cpu_read_bytes: int
     host_weights: HostPath
     imported_bytes: int
     staged_bytes: int

@@ -593,6 +593,28 @@ SCENARIO(resident_row_pieces_share_a_segment) {
     CHECK(stats().steps - before <= 7); // 12 if each of the head's six pieces were a segment
 }
 
+SCENARIO(the_cpu_computes_no_row_pieces_that_are_resident) {
+    Session s(config_of(0), {{1, 0}, {3, 1}});
+    s.commit();
+    const std::vector<uint8_t> on_cpu(s.n_shards, FSD_CPU);
+    const fsd_tier tier = {0, on_cpu.data()};
+    CHECK(fsd_set_plan(&tier, 1, s.n_shards, kPieceBytes, 0.0, 0) == FSD_OK);
+    std::set<uint64_t> of_head;
+    for (uint64_t budget = s.full; budget > s.full - (2 << 20); budget -= 128 << 10) {
+        CHECK(fsd_set_budget(budget, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        CHECK(fsd_trace_start() == FSD_OK);
+        s.check_conversation();
+        std::vector<fsd_span> spans(1000);
+        size_t n = 0;
+        CHECK(fsd_trace_stop(spans.data(), spans.size(), &n) == FSD_OK && n <= spans.size());
+        const fsd_span &last = spans[n - 1];
+        of_head.insert(last.lane == FSD_LANE_CPU ? last.bytes : 0);
+        s.check_ledger();
+    }
+    CHECK(of_head.size() > 3 && of_head.count(0) == 1); // no piece of it, some, all
+    CHECK(stats().cpu_busy_s > 0);
+}
+
 // Predictions are made at any time from what takes VRAM beside the compute buffers.
 SCENARIO(figures_are_of_one_moment_while_graphs_run) {
     Session s(config_of(0), {{900, 0}, {1, 900}}, 1024, 900);
