@@ -12,6 +12,7 @@
 #include "arena.h"
 #include "buffer.h"
 #include "counters.h"
+#include "expert_products.h"
 #include "frameshard_device.h"
 #include "host_ledger.h"
 #include "kv_store.h"
@@ -36,6 +37,7 @@ struct Device {
 
     // Fixed by fsd_configure.
     ggml_backend_t cpu = nullptr;
+    ExpertProducts::Kernels kernels = nullptr; // of the CPU
     uint32_t n_threads = 1;
     std::atomic<bool> configured{false};
 

@@ -1,5 +1,7 @@
 #include "experts.h"
 
+#include "expert_rows.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -26,11 +28,9 @@ static bool by_row(ggml_op op) {
     }
 }
 
-static bool is_product(const ggml_tensor *n) { return n->op == GGML_OP_MUL_MAT_ID; }
-
 bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup &group) {
     const ggml_tensor *first = graph->nodes[node];
-    if (!is_product(first)) {
+    if (!is_expert_product(first)) {
         return false;
     }
     group = {};
@@ -40,7 +40,7 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
     // The group ends with the last product of the same choice; only operations by row may lie between.
     for (int i = node; i < graph->n_nodes; i++) {
         const ggml_tensor *n = graph->nodes[i];
-        if (is_product(n) && n->src[2] == group.ids) {
+        if (is_expert_product(n) && n->src[2] == group.ids) {
             group.products.push_back(n);
             group.node1 = i + 1;
         } else if (!by_row(n->op)) {
@@ -68,7 +68,8 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
                 continue;
             }
             // Allowed from outside: the products' input, their weights, and biases by expert.
-            const bool product = is_product(n), weight = buffer_of(root_of(src)) && buffer_of(root_of(src))->weights;
+            const bool product = is_expert_product(n),
+                       weight = buffer_of(root_of(src)) && buffer_of(root_of(src))->weights;
             const bool bias = n->op == GGML_OP_ADD_ID && j == 1 && weight && src->view_src == nullptr;
             if (!(product && j == 0 && weight && src->view_src == nullptr) && !(product && src == group.input) &&
                 !bias) {
@@ -121,11 +122,6 @@ ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, si
 
 namespace {
 
-struct Row {
-    int64_t j, t;
-    int expert;
-};
-
 // Starts a copy of a tensor from the inner device.
 void fetch(Device &d, const ggml_tensor *t, char *to) {
     const Buffer *b = buffer_of(root_of(t));
@@ -174,10 +170,11 @@ class GroupRun {
     void read_choice();
     void look_up();
     size_t n_to_copy();
-    void copy_missing();
+    void take_slots();
     ggml_status read_missing(const GroupHooks &hooks);
     Taken copy_read(std::vector<int> &to_copy, std::vector<int> &on_cpu);
     bool take_slot(int expert);
+    void start(ggml_cgraph &view, const GroupHooks &hooks);
     void copy_expert(int expert, int slot);
     bool singly() const { return d.cache.takes_singly(piece_of(0)); }
     int piece_of(size_t product) const { return d.weights.of(group.weight(product))->place.first_piece; }
@@ -185,22 +182,21 @@ class GroupRun {
     const char *matrix(size_t product, int expert) const;
     void assign_slots();
     ggml_status launch(ggml_cgraph &view);
-    ggml_status compute_on_cpu();
-    ggml_status compute_rows();
-    ggml_tensor *add_rows(ggml_context *ctx, size_t first, size_t end, size_t &n_placed);
-    ggml_tensor *weight_at(ggml_context *ctx, const ggml_tensor *product, int expert);
+    ggml_status compute_on_cpu(const std::function<void()> &start_others);
     uint64_t weight_bytes(size_t n_experts) const;
 
     Device &d;
     ExpertGroup &group;
     const ggml_cgraph *graph;
     const Exchange exchange;
-    std::vector<Row> rows;                // in the order of the group's result
-    std::vector<int> wanted;              // chosen experts without repetition, in order of appearance
-    std::vector<int> missed;              // those that are not cached, most often chosen first
-    std::unordered_map<int, int> slot_of; // of experts that the device computes
-    std::vector<Row> cpu_rows;
-    size_t n_hits = 0, n_copies = 0; // of wanted experts
+    std::vector<ExpertRow> rows;              // in the order of the group's result
+    std::vector<int> wanted;                  // chosen experts without repetition, in order of appearance
+    std::vector<int> missed;                  // those that are not cached, most often chosen first
+    std::unordered_map<int, int> slot_of;     // of experts that the device computes
+    std::vector<std::pair<int, int>> to_copy; // experts and their slots
+    std::vector<ExpertRow> cpu_rows;          // by expert
+    size_t n_hits = 0, n_copies = 0;          // of wanted experts
+    ggml_status launched = GGML_STATUS_SUCCESS;
 };
 
 ggml_status GroupRun::run(ggml_cgraph &view, const GroupHooks &hooks) {
@@ -213,21 +209,32 @@ ggml_status GroupRun::run(ggml_cgraph &view, const GroupHooks &hooks) {
             return read;
         }
     } else {
-        copy_missing();
+        take_slots();
     }
     assign_slots();
-    d.inner.compute_pending = true;
-    ggml_status status = slot_of.empty() ? GGML_STATUS_SUCCESS : launch(view);
-    hooks.copy_ahead();
-    if (status == GGML_STATUS_SUCCESS && !cpu_rows.empty()) {
-        status = compute_on_cpu();
+    const auto start_others = [&] { start(view, hooks); };
+    ggml_status computed = GGML_STATUS_SUCCESS;
+    if (cpu_rows.empty()) {
+        start_others();
+    } else {
+        computed = compute_on_cpu(start_others);
     }
     d.counters.update([&](fsd_stats &c) {
         c.expert_hits += n_hits;
         c.experts_streamed += n_copies;
         c.experts_on_cpu += missed.size() - n_copies;
     });
-    return status;
+    return launched == GGML_STATUS_SUCCESS ? computed : launched;
+}
+
+// Starts the copies and the device's part.
+void GroupRun::start(ggml_cgraph &view, const GroupHooks &hooks) {
+    for (const auto &[expert, slot] : to_copy) {
+        copy_expert(expert, slot);
+    }
+    d.inner.compute_pending = true;
+    launched = slot_of.empty() ? GGML_STATUS_SUCCESS : launch(view);
+    hooks.copy_ahead();
 }
 
 void GroupRun::read_choice() {
@@ -270,20 +277,21 @@ size_t GroupRun::n_to_copy() {
     return group.streamed ? n : std::min(n, d.experts.n_to_copy(n, d.plan.expert_stream_share));
 }
 
-// Gives an expert a slot in the cache and starts its copy. False: there is no slot for it.
+// Gives an expert a slot in the cache. False: there is none for it.
 bool GroupRun::take_slot(int expert) {
     const int slot = d.experts.take(group.layer, expert, group.streamed);
     if (slot >= 0) {
         slot_of[expert] = slot;
         n_copies++;
-        copy_expert(expert, slot);
     }
     return slot >= 0;
 }
 
-void GroupRun::copy_missing() {
+void GroupRun::take_slots() {
     const size_t wanted_copies = n_to_copy();
     while (n_copies < wanted_copies && take_slot(missed[n_copies])) {
+        const int expert = missed[n_copies - 1];
+        to_copy.emplace_back(expert, slot_of.at(expert));
     }
 }
 
@@ -320,6 +328,7 @@ Taken GroupRun::copy_read(std::vector<int> &to_copy, std::vector<int> &on_cpu) {
     for (int expert : to_copy) {
         const Taken taken = all_read(expert, none);
         if (taken == Taken::yes && take_slot(expert)) {
+            copy_expert(expert, slot_of.at(expert));
             for (size_t p = 0; p < group.products.size(); p++) {
                 copied.emplace_back(piece_of(p), expert);
             }
@@ -441,116 +450,26 @@ ggml_status GroupRun::launch(ggml_cgraph &view) {
 }
 
 // Computes the CPU's rows and writes them into the device's result, behind the device's part in the compute stream.
-ggml_status GroupRun::compute_on_cpu() {
+ggml_status GroupRun::compute_on_cpu(const std::function<void()> &start_others) {
     const double start = Trace::now();
-    ggml_status status = compute_rows();
+    std::stable_sort(cpu_rows.begin(), cpu_rows.end(),
+                     [](const ExpertRow &a, const ExpertRow &b) { return a.expert < b.expert; });
+    const auto find_matrix = [this](size_t product, int expert) { return matrix(product, expert); };
+    ggml_status status =
+        ExpertRows(d, group, graph, cpu_rows, find_matrix).compute(exchange.input, exchange.rows, start_others);
     ggml_tensor to = *group.result;
     to.ne[1] *= to.ne[2];
     to.ne[2] = 1;
     for (size_t i = 0; i < cpu_rows.size(); i++) {
         exchange.places[i] = cpu_rows[i].t * group.ids->ne[0] + cpu_rows[i].j;
     }
-    if (status == GGML_STATUS_SUCCESS) {
+    if (status == GGML_STATUS_SUCCESS && launched == GGML_STATUS_SUCCESS) {
         status = d.inner.put_rows(group.rows, to, exchange.rows, exchange.places, (int64_t)cpu_rows.size());
     }
     if (d.inner.trace) {
         d.inner.trace->add(FSD_LANE_CPU, start, Trace::now(), weight_bytes(missed.size() - n_copies));
     }
     return status;
-}
-
-// Computes rows by the graph's own operations, on tensors with one row for each of them: all rows at once, or those of one
-// expert after the other where experts are not in one tensor.
-ggml_status GroupRun::compute_rows() {
-    const size_t n = cpu_rows.size(), n_nodes = (size_t)(group.node1 - group.node0);
-    const size_t n_parts = singly() ? missed.size() - n_copies : 1;
-    if (singly()) {
-        std::stable_sort(cpu_rows.begin(), cpu_rows.end(),
-                         [](const Row &a, const Row &b) { return a.expert < b.expert; });
-    }
-    const size_t n_graph = (4 * n_nodes + 8) * n_parts;
-    std::vector<char> meta(ggml_tensor_overhead() * (2 * n_nodes + 8) * n_parts +
-                           ggml_graph_overhead_custom(n_graph, false));
-    ggml_init_params params = {};
-    params.mem_size = meta.size();
-    params.mem_buffer = meta.data();
-    params.no_alloc = true;
-    ggml_context *ctx = ggml_init(params);
-    ggml_cgraph *cpu_graph = ggml_new_graph_custom(ctx, n_graph, false);
-    size_t n_placed = 0;
-    for (size_t first = 0, end = n; first < n; first = end) {
-        for (end = singly() ? first : n; end < n && cpu_rows[end].expert == cpu_rows[first].expert; end++) {
-        }
-        ggml_build_forward_expand(cpu_graph, add_rows(ctx, first, end, n_placed));
-    }
-    const ggml_status status = ggml_backend_graph_compute(d.cpu, cpu_graph);
-    ggml_free(ctx);
-    return status;
-}
-
-// The result of some of the CPU's rows.
-ggml_tensor *GroupRun::add_rows(ggml_context *ctx, size_t first, size_t end, size_t &n_placed) {
-    const int64_t n = (int64_t)(end - first);
-    const auto place = [&](ggml_tensor *t) {
-        group.memory.resize(std::max(group.memory.size(), ++n_placed));
-        std::vector<char> &memory = group.memory[n_placed - 1];
-        memory.resize(std::max(memory.size(), ggml_nbytes(t)));
-        t->data = memory.data();
-    };
-    ggml_tensor *ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, n);
-    ggml_tensor *zeros = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, n);
-    ggml_tensor *x = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, group.input->ne[0], 1, n);
-    for (ggml_tensor *t : {ids, zeros, x}) {
-        place(t);
-    }
-    for (int64_t i = 0; i < n; i++) {
-        const Row &row = cpu_rows[first + (size_t)i];
-        ((int32_t *)ids->data)[i] = row.expert;
-        ((int32_t *)zeros->data)[i] = 0;
-        const int64_t j = group.input->ne[1] == 1 ? 0 : row.j;
-        memcpy((char *)x->data + i * x->nb[2], exchange.input + j * group.input->nb[1] + row.t * group.input->nb[2],
-               x->nb[1]);
-    }
-    std::unordered_map<const ggml_tensor *, ggml_tensor *> compact = {{group.ids, ids}, {group.input, x}};
-    ggml_tensor *result = nullptr;
-    for (int i = group.node0; i < group.node1; i++) {
-        const ggml_tensor *node = graph->nodes[i];
-        ggml_tensor *c = result = ggml_new_tensor_3d(ctx, node->type, node->ne[0], 1, n);
-        c->op = node->op;
-        c->flags = node->flags;
-        memcpy(c->op_params, node->op_params, sizeof(c->op_params));
-        for (int j = 0; j < GGML_MAX_SRC; j++) {
-            const auto it = compact.find(node->src[j]);
-            c->src[j] = it == compact.end() ? node->src[j] : it->second;
-        }
-        if (is_product(node) && singly()) {
-            c->src[0] = weight_at(ctx, node, cpu_rows[first].expert);
-            c->src[2] = zeros;
-        }
-        if (node->view_src) {
-            c->view_src = compact.at(node->view_src);
-            c->view_offs = node->view_offs;
-            c->data = (char *)c->view_src->data + node->view_offs;
-            c->nb[1] = c->view_src->nb[1];
-            c->nb[2] = c->nb[3] = c->view_src->nb[2];
-        } else if (i + 1 < group.node1) {
-            place(c);
-        }
-        compact[node] = c;
-    }
-    result->data = exchange.rows + first * result->nb[2];
-    return result;
-}
-
-// The weights of a product with one expert, where it is in host memory.
-ggml_tensor *GroupRun::weight_at(ggml_context *ctx, const ggml_tensor *product, int expert) {
-    const auto at = std::find(group.products.begin(), group.products.end(), product) - group.products.begin();
-    ggml_tensor *w = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, 1);
-    *w = *product->src[0];
-    w->ne[2] = 1;
-    w->nb[3] = w->nb[2];
-    w->data = const_cast<char *>(matrix((size_t)at, expert));
-    return w;
 }
 
 } // namespace

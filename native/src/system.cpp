@@ -108,6 +108,13 @@ void *loaded_symbol(const char *library, const char *name) {
     return module ? (void *)GetProcAddress(module, name) : nullptr;
 }
 
+void *symbol_beside(const void *function, const char *name) {
+    HMODULE module = nullptr;
+    const DWORD how = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;
+    const bool found = GetModuleHandleExA(how, (LPCSTR)function, &module);
+    return found ? (void *)GetProcAddress(module, name) : nullptr;
+}
+
 // The sleeps of MinGW's C++ library end up to a millisecond early, and those of Microsoft's last until the next tick of the
 // system's clock, up to 15.6 ms.
 void sleep_until(std::chrono::steady_clock::time_point end) {
@@ -169,6 +176,11 @@ size_t page_bytes() { return (size_t)sysconf(_SC_PAGESIZE); }
 void *loaded_symbol(const char *library, const char *name) {
     void *handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD); // never closed, so that the function stays
     return handle ? dlsym(handle, name) : nullptr;
+}
+
+void *symbol_beside(const void *function, const char *name) {
+    Dl_info library;
+    return dladdr(function, &library) ? loaded_symbol(library.dli_fname, name) : nullptr;
 }
 
 void prefer_large_pages(void *p, size_t size) {

@@ -42,6 +42,9 @@ void *map_shared(const char *path, size_t size, std::string &why);
 // A function of a library that this process has loaded; null if there is none.
 void *loaded_symbol(const char *library, const char *name);
 
+// A function of the library that has this other one; null if there is none.
+void *symbol_beside(const void *function, const char *name);
+
 uint64_t clock_ns(); // the clock of the frame block's times
 
 // An atomic load of a field of shared memory that is no std::atomic.
