@@ -13,6 +13,7 @@ from engine_driver import EngineProcess, engine
 
 from frameshard.engine import probe
 from frameshard.engine.practice import Practice
+from frameshard.native import Stats
 from frameshard.plan import corrections, profile
 from frameshard.plan.corrections import Kind
 from frameshard.plan.model import read_model
@@ -48,6 +49,10 @@ def measured(child: EngineProcess) -> tuple[float, float]:
     return done["prefill_s"], done["decode_s"] / (done["n_generated"] - 1)
 
 
+def never() -> Stats:
+    raise AssertionError("the device is not asked")
+
+
 def frameshard(command: str, model: Path, *options: str) -> str:
     given = ["--model", str(model), "--device", DEVICE, "--threads", "1", *options]
     run = subprocess.run(
@@ -77,13 +82,32 @@ def test_predictions_follow_what_serving_shows(
     assert "corrected by what this model took here" in frameshard("plan", shallow_model, "--vram-budget", "40")
 
 
+def test_plans_follow_the_speed_of_the_cpu(
+    shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept profile says that the CPU is much faster than it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    frameshard("profile", shallow_model, "--seconds", "2")
+    kept = probe.cached_path(probe.fingerprint(DEVICE, 1))
+    rates = json.loads(kept.read_text())
+    for each in rates["products"].values():
+        each["cpu_flops"] = [rate * TOO_FAST for rate in each["cpu_flops"]]
+        each["cpu_beside_copies"] *= TOO_FAST
+    kept.write_text(json.dumps({**rates, "cpu_gemv": rates["cpu_gemv"] * TOO_FAST}))
+    with engine(shallow_model, vram_budget_bytes=BUDGET, **FIELDS) as child:
+        for _ in range(3):
+            measured(child)
+    (known,) = tmp_path.rglob("corrections-*.json")
+    assert json.loads(known.read_text())["cpu_factor"] > TOO_FAST / 3
+
+
 def test_equal_ratios_are_kept_until_predictions_stay_the_same(
     shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each ratio makes the mean count more, so predictions change though the mean does not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, rates = read_model(shallow_model), profile.load("h100-80gb-pcie5-16c")
-    practice, kind = Practice(model, rates, "planned"), Kind.of("decode", 600)
+    practice, kind = Practice(model, rates, "planned", stats=never), Kind.of("decode", 600)
     for _ in range(20):
         practice.corrections = practice.corrections.with_ratio(kind, 4.0)
         practice.keep()

@@ -43,16 +43,17 @@ def test_less_host_memory_means_more_reads(model_path: Path) -> None:
     for each in plans:
         assert each.predicted_decode_s() >= each.disk_bytes / 5e8
         assert each.predicted_decode_tps() <= each.bound_decode_tps() * 1.000001
+    n_bytes = np.array([shard.n_bytes for shard in layout.ladder])
+    held = [round(float(layout.resident_share(n) @ n_bytes)) for n in range(len(layout.sizes.slabs) + 1)]
     for budget in budgets:
         # What is resident in VRAM or on the CPU is not read.
         n_slabs = len(layout.sizes.slabs) // 3
         share = host_share(layout, "emulated", n_slabs, budget).read
         assert (share <= 1 - layout.resident_share(n_slabs) + 1e-9).all()
-        from_disk = host_share(layout, "emulated", 0, budget).read > 0
         tier = plan(WITH_DISK, host_budget_bytes=budget).tiers[0]
+        from_disk = host_share(layout, "emulated", held.index(tier.resident_bytes), budget).read > 0
         on_cpu = np.array(tier.placements) == CPU
-        assert tier.cpu_bytes <= sum(shard.n_bytes for i, shard in enumerate(layout.ladder) if on_cpu[i])
-        assert not budget or tier.cpu_bytes == 0 or not from_disk.all()
+        assert tier.cpu_bytes <= n_bytes[on_cpu & ~from_disk].sum()
     with pytest.raises(BudgetBelowFloor) as error:
         plan(WITH_DISK, host_budget_bytes=floor - 1)
     assert error.value.detail["floor_bytes"] == floor

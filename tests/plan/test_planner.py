@@ -503,19 +503,6 @@ def test_experts_wait_behind_keys_and_values() -> None:
     assert 0 <= waits_s < few.host_kv.copy_s
 
 
-def test_copies_that_the_host_starts_delay_the_cpu() -> None:
-    """The CPU begins with a layer's experts after the host has started the copies of the others."""
-    model = experts_model()
-    layout = layout_for(model, H100)
-    on_cpu = np.array([shard.kind == "experts" for shard in layout.ladder])
-    conditions = Conditions(8 * layout.min_ring_bytes, 512, 0.0, float("inf"))
-    graph = Costs(layout, H100, np.where(on_cpu, 0.0, 1.0), conditions).at(1, 512)
-    assert 0 < graph.expert_stream_share < 1
-    n_copies = 3 * model.n_expert_used * model.n_layer * graph.expert_stream_share
-    computed_s = float((graph.on_host * graph.uncached)[on_cpu].sum()) * (1 - graph.expert_stream_share)
-    assert graph.seconds(on_cpu) > computed_s + 3.5e-6 * float(graph.uncached[on_cpu].mean()) * n_copies
-
-
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:
     for path in (model_path, tiny_model("mamba2"), tiny_model("gemma4"), tiny_model("deepseek2")):
         model = read_model(path)

@@ -101,6 +101,7 @@ class _Row:
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
     from frameshard.engine import gpus
+    from frameshard.engine.practice import GROUP
     from frameshard.plan.workload import Workload
     from frameshard.wire.engine import EngineConfig
 
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         args.image = bench_images.parse_sizes(args.image)
         return bench_images.run(args)
     device = gpus.resolve(args.device).device
-    needed = args.prompt + 1 + max(args.generate, _DRAWN)
+    needed = args.prompt + 1 + max(args.generate, GROUP, _DRAWN)
     _check(args, device, needed)
     config = EngineConfig(
         model=str(models.resolve(args.model)),
@@ -231,8 +232,8 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
         row.ubatch = runtime.step
         _read(runtime, workload.n_parallel, tokens)
         _decode(runtime, workload.n_parallel, tokens)  # compiles the decode graph and fills the ring
-        # The engine does this too: after the prefill it is known which experts this text needs.
-        if runtime.placement is not None and runtime.placement.learn():
+        # The engine does this too: now it is known which experts this text needs, and how fast the CPU is.
+        if _practise(runtime, workload.n_parallel, tokens):
             _fill(row, runtime, workload)
             _read(runtime, workload.n_parallel, tokens)
             _decode(runtime, workload.n_parallel, tokens)
@@ -257,6 +258,25 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
         row.ledger_peak = max(row.ledger_peak, device.stats().peak_bytes)
     if nvml.peak_bytes is not None:
         row.nvml_peak = max(row.nvml_peak or 0, nvml.peak_bytes)
+
+
+def _practise(runtime: Runtime, parallel: int, words: list[int]) -> bool:
+    """Decodes some tokens of every sequence, from which the engine learns.
+
+    :returns: whether a new plan is needed.
+    """
+    from frameshard.engine.practice import GROUP
+
+    placement = runtime.placement
+    if placement is None:
+        return False
+    _fill_up(runtime)
+    for i in range(GROUP):
+        start = time.perf_counter()
+        _decode(runtime, parallel, words, 1 + i)
+        if runtime.decoded is not None:
+            placement.rates.observe(placement.plan, runtime.decoded, time.perf_counter() - start)
+    return placement.learn()
 
 
 def _choose(rows: list[_Row], beside: Comparison, steps: progress.Steps) -> None:
@@ -357,6 +377,7 @@ def _document(row: _Row, workload: Workload) -> dict[str, Any]:
             "experts_a_step": row.experts,  # per decode, in layers that are not resident
             "predicted_ttft_s": row.plan.predicted_ttft(workload.n_prompt, workload.n_parallel),
             "predicted_decode_tps": row.plan.predicted_answer_tps(*answers),
+            "cpu_factor": row.plan.cpu_factor,
             "bound_ttft_s": row.plan.bound_ttft(workload.n_prompt, workload.n_parallel),
             "bound_decode_tps": row.plan.bound_decode_tps(workload.n_parallel),
             "plan": row.plan.summary(workload.n_prompt, workload.n_parallel),

@@ -224,7 +224,7 @@ class _Forecast:
             f"{common.format_size(self.context.used)} for {self.n_used} of them). "
             "Estimated without loading: a launch says the exact figures, which are no larger."
         )
-        if self._corrections.seen:
+        if self._corrections.seen or self._corrections.cpu_factor != 1.0:
             bounds += " Times are corrected by what this model took here while it served."
         return f"{common.wrapped(f'{title}; on {self.where}')}\n{common.wrapped(bounds)}"
 

@@ -18,6 +18,7 @@ from frameshard.engine.rates import Rates
 from frameshard.errors import BudgetBelowFloor, OutOfMemory, below_floor
 from frameshard.native import CPU, ShardDevice, Stats
 from frameshard.plan import routing
+from frameshard.plan.corrections import Corrections
 from frameshard.plan.host import host_floor
 from frameshard.plan.ladder import make_ladder
 from frameshard.plan.layout import Layout, lay_out
@@ -315,10 +316,11 @@ class Placement:
             "gpu_busy_s": gpu_busy_s,
             "routing": self.routing,
         }
-        key = tuple(given.values())
+        serving = Corrections(cpu_factor=self.rates.corrections.cpu_factor)
+        key = (*given.values(), serving.cpu_factor)
         known = self._plans.get(key)
         if known is None or known[0] is not profile:
-            known = self._plans[key] = profile, make_plan(model, profile, layout=layout, **given)
+            known = self._plans[key] = profile, make_plan(model, profile, layout=layout, corrections=serving, **given)
             for oldest in list(self._plans)[:-_PLANS_KEPT]:
                 self._plans.pop(oldest, None)  # another thread may have removed it
         return known[1]
@@ -363,10 +365,18 @@ class Placement:
         return {kind: "".join(letters.get((kind, i), ".") for i in range(n)) for kind, n in lengths.items()}
 
     def learn(self) -> bool:
-        """Compares the experts that the routers chose recently with those that the plan in force was made for. If they
-        differ much, saves the counts for the next run. Call it between decodes.
+        """Compares what serving has shown with what the plan in force was made for. Call it between decodes.
 
         :returns: whether a new plan is needed.
+        """
+        routed = self._learn_routing()
+        return routed or self.rates.corrections.cpu_factor != self.plan.cpu_factor
+
+    def _learn_routing(self) -> bool:
+        """Compares the experts that the routers chose recently with those that the plan in force was made for. If they
+        differ much, saves the counts for the next run.
+
+        :returns: whether they do.
         """
         if not self._model.n_expert:
             return False

@@ -62,7 +62,7 @@ class Rates:
             )
             if self._measure or measurements.complete:
                 self._profile = measurements.run()
-                self._practice = Practice(self._model, self._profile, self._mode)
+                self._practice = Practice(self._model, self._profile, self._mode, self._device.stats)
                 logger.info("plans are made from the measured profile of this machine")
             else:
                 self._profile = measurements.estimate()
@@ -74,7 +74,7 @@ class Rates:
     def adopt_profile(self, profile: Profile) -> None:
         """Uses a measured profile. The next plan is made with it."""
         self._profile, self.measurements = replace(profile, disk=self.profile.disk), None
-        self._practice = Practice(self._model, self._profile, self._mode)
+        self._practice = Practice(self._model, self._profile, self._mode, self._device.stats)
 
     @property
     def lacks_disk(self) -> bool:

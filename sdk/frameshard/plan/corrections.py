@@ -5,6 +5,10 @@ engine compares the time of each graph with its prediction, and keeps the ratio 
 decodes and the length of the context. Predictions that users see are multiplied by it. It is the same for all budgets,
 so that noise never makes a smaller budget look faster. After a change of the budget it is learnt anew in some seconds
 of work.
+
+The CPU's share of decodes is compared apart. That ratio changes plans: with a slower CPU they stream more weights. The
+CPU is slower than its profile beside a game that uses it, and where products of a graph are smaller than those of the
+profile's measurements.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -65,9 +69,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Corrections:
-    """The corrections of one model on one machine."""
+    """The corrections of one model on one machine.
+
+    :param cpu_factor: how much longer the CPU computes than the profile says. Plans are made with it.
+    """
 
     seen: Mapping[Kind, Seen] = field(default_factory=dict)
+    cpu_factor: float = 1.0
 
     def factor(self, work: Work, n_context: int) -> float:
         """By what a prediction is to be multiplied: a mean of what was seen of such work, in which contexts of about
@@ -89,7 +97,11 @@ class Corrections:
         before = self.seen.get(kind, Seen(0.0, 0))
         share = max(1 / (before.n + 1), _NEWEST)
         log_ratio = before.log_ratio + share * (math.log(ratio) - before.log_ratio)
-        return Corrections({**self.seen, kind: Seen(log_ratio, before.n + 1)})
+        return replace(self, seen={**self.seen, kind: Seen(log_ratio, before.n + 1)})
+
+    def with_cpu_factor(self, cpu_factor: float) -> Corrections:
+        """Other plans are made with another factor, so what was seen of decodes no longer counts."""
+        return Corrections({kind: seen for kind, seen in self.seen.items() if kind.work == "prompt"}, cpu_factor)
 
 
 NONE = Corrections()
@@ -101,17 +113,20 @@ def load(model: Model, profile: Profile, mode: str) -> Corrections:
         found = json.loads(_path(model, profile, mode).read_text("utf-8"))
         seen = {
             Kind(_work(each["work"]), int(each["doubled"])): Seen(float(each["log_ratio"]), int(each["n"]))
-            for each in found
+            for each in found["kinds"]
         }
-        if all(abs(each.log_ratio) <= math.log(_MOST) and each.n > 0 for each in seen.values()):
-            return Corrections(seen)
+        known = Corrections(seen, float(found["cpu_factor"]))
+        logs = [*(each.log_ratio for each in seen.values()), math.log(known.cpu_factor)]
+        if all(abs(log) <= math.log(_MOST) for log in logs) and all(each.n > 0 for each in seen.values()):
+            return known
     return NONE
 
 
 def save(corrections: Corrections, model: Model, profile: Profile, mode: str) -> None:
     """Keeps corrections for the next run. Without write access to the cache it does nothing."""
     kinds = [{**vars(kind), **vars(seen)} for kind, seen in corrections.seen.items()]
-    kept.try_write(_path(model, profile, mode), kinds, "the corrections of predicted times are")
+    document = {"cpu_factor": corrections.cpu_factor, "kinds": kinds}
+    kept.try_write(_path(model, profile, mode), document, "the corrections of predicted times are")
 
 
 def _doubled(n_context: int) -> float:

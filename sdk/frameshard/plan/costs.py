@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +47,9 @@ _PASSES = {"attention": 12, "ffn": 43, "experts": 142}
 _HANDOFFS = {"attention": 2.0, "experts": 5.0}
 _CHOICE = 1.5  # hand-offs for the router's choice: the host waits for it, also if all experts are cached
 _INPUT = 0.5  # hand-offs for the experts' input: it is copied because the CPU may compute some of them
-# The least time of the CPU for the experts of a layer, or for its router: the CPU's threads synchronise after each of
-# about six operations. Measured with 14 threads on the H100 machine.
-_MEETINGS_S = {"experts": 70e-6, "shared": 70e-6}
-# The time in which the host starts one copy. With experts it starts a dozen in each layer before the CPU begins. On an
-# H100 machine a second thread that started them let the CPU begin 40 us earlier.
-_START_S = 4e-6
+# The least time of the CPU for the experts of a layer, or for its router: the CPU's threads synchronise after each
+# operation. Measured with 14 threads on the H100 machine.
+_MEETINGS_S = {"experts": 45e-6, "shared": 70e-6}
 _WITHIN_S = 16e-6  # time of copying one matrix of a cached expert within the device; measured on the H100 machine
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
@@ -68,6 +66,7 @@ class Conditions:
     :param routing: the share of a layer's choices that each expert gets, descending. Empty: all experts the same.
     :param kv_type: the type of the KV cache.
     :param host_budget_bytes: host memory for weights; 0 for no limit.
+    :param cpu_factor: how much longer the CPU computes than the profile says.
     """
 
     ring: int
@@ -78,6 +77,7 @@ class Conditions:
     kv_type: KvType = "f16"
     host_budget_bytes: int = 0
     kv_held: float = 0.0
+    cpu_factor: float = 1.0
 
 
 class Costs:
@@ -110,7 +110,7 @@ class Costs:
         pass_s = 4 * layout.model.n_embd / profile.device_memory
         self.passes_s = pass_s * shards.by_kind({k: float(n) for k, n in _PASSES.items()})
         self.handoffs = shards.by_kind(_HANDOFFS, 1.0)
-        self.meetings_s = shards.by_kind(_MEETINGS_S)
+        self.meetings_s = conditions.cpu_factor * shards.by_kind(_MEETINGS_S)
         self.copy_s = shards.n_bytes * (1 - share) / profile.h2d
         # How far copies can run ahead, in seconds: the ring without the step in use, or while no step is in use at
         # least one step.
@@ -132,7 +132,7 @@ class Costs:
             graph = self.at(n_tokens, n_before, n_seq)
             copy.append(graph.fetched * left_out / profile.h2d)
             device.append(graph.on_device * left_out)
-            cpu.append(graph.on_host * left_out * graph.uncached)
+            cpu.append(graph.on_host * left_out * graph.uncached * min(self.conditions.cpu_factor, 1.0))
             resident_s += float((graph.on_device * self.resident_share).sum()) + graph.attention_s
             kv_copy_s += graph.host_kv.copy_s
             memory_s += graph.memory_s
@@ -209,6 +209,28 @@ class FromDisk:
     computable: Mask
 
 
+class _Divided(NamedTuple):
+    """The work of a graph, divided between the device, the CPU and copies. Shards are in the order of use.
+
+    :param on_cpu: the shards that the CPU computes, of those that are not resident.
+    :param streamed: the others of these.
+    :param copy_s: the time of all copies but single experts, if the CPU does nothing.
+    :param host_s: the time of the CPU, if nothing is copied. Of experts that are copied meanwhile, theirs if it is
+        longer.
+    :param turns: for each shard the time on the device, and of hand-offs to the CPU and back; shape [shards].
+    :param host_slower: how much longer the CPU takes beside the copies.
+    :param copy_slower: how much longer copies take beside the CPU.
+    """
+
+    on_cpu: Mask
+    streamed: Mask
+    copy_s: float
+    host_s: float
+    turns: Floats
+    host_slower: float
+    copy_slower: float
+
+
 class Graph:
     """The times of one graph; made by :meth:`Costs.at`."""
 
@@ -227,13 +249,14 @@ class Graph:
         self._attend(costs, n_tokens, n_before, n_seq)
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.conditions.turn_s + activations
-        self._cpu_slowdown, self._copy_slowdown = profile.slowdowns(shards.main_type)
+        self._slowdowns = profile.slowdowns(shards.main_type)
         self._cpu_copies = profile.cpu_copies
         share = costs.resident_share
         self.memory_s = (float((self.fetched * (1 - share)).sum()) + self.host_kv.n_bytes) / profile.memory
 
         device_s = self.on_device + costs.kernels_s + n_tokens * costs.passes_s
-        cpu_s = self.on_host * (1 - share) + costs.meetings_s
+        self._computed_s = costs.conditions.cpu_factor * self.on_host * (1 - share) + costs.meetings_s
+        cpu_s, self._computed_bytes = self._computed_s, self.fetched * (1 - share)
         shared_s, turns, copied_s = self.on_device * share, costs.handoffs, np.zeros(len(shards.n_bytes))
         self.expert_stream_share = 0.0
         if one_at_a_time and experts.missing.any():
@@ -252,7 +275,7 @@ class Graph:
             device_s = device_s + np.where(experts.missing, asked_s, 0.0)
             # The ring reserves room for all experts of a layer, but only a share of them is copied.
             beside_s, ahead_s = beside_s * share_copied, ahead_s * share_copied
-        self._beside_s, self._ahead_s = beside_s, ahead_s
+        self._ahead_s = beside_s, ahead_s
         order = self._order = costs.layout.use_order
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
         self._shared_s, self._handoffs, self._copy_s = shared_s[order], turns[order], copy_s[order]
@@ -323,9 +346,9 @@ class Graph:
         """
         share, missing = costs.resident_share, costs.experts.missing
         uncached = 1 - cached
-        single_rate = costs.profile.copy_rate(costs.experts.matrix_bytes) / (1 + self._copy_slowdown)
+        single_rate = costs.profile.copy_rate(costs.experts.matrix_bytes) / (1 + self._slowdowns[1])
         there_s = (touched / single_rate + self.on_device) * (1 - share) * uncached
-        here_s = (1 + self._cpu_slowdown) * self.on_host * (1 - share) * uncached
+        here_s = (1 + self._slowdowns[0]) * costs.conditions.cpu_factor * self.on_host * (1 - share) * uncached
         any_s = np.where(missing, costs.meetings_s * (1 - share), 0.0)
         both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
         # The device uses one share for all sizes of graphs: the best one for a single token.
@@ -340,10 +363,10 @@ class Graph:
         copied_s = np.where(missing, self.fetched * (1 - share) / single_rate, 0.0)
         at_least = _CHOICE + _INPUT
         turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, costs.handoffs)
-        n_sent = float(used.sum()) * uncached * self.expert_stream_share * costs.shards.n_tensors
-        starts_s = np.where(missing, _START_S * n_sent * (1 - share), 0.0)
-        computed_s, sent_s = starts_s + any_s + here_s * left, there_s * self.expert_stream_share
-        missing_s = computed_s + sent_s if costs.profile.cpu_copies else np.maximum(computed_s, sent_s)
+        self._computed_s = np.where(missing, any_s + here_s * left, self._computed_s)
+        self._computed_bytes = self._computed_bytes * np.where(missing, left, 1.0)
+        sent_s = there_s * self.expert_stream_share
+        missing_s = self._computed_s + sent_s if costs.profile.cpu_copies else np.maximum(self._computed_s, sent_s)
         cpu_s = np.where(missing, missing_s, cpu_s)
         return cpu_s, on_device_s, turns, copied_s
 
@@ -366,52 +389,45 @@ class Graph:
         asked_s = costs.conditions.turn_s + _WITHIN_S * predicted_cached * shards.n_tensors
         return np.where(experts.missing, streamed_s, costs.copy_s), asked_s, share_copied
 
-    def seconds(self, on_cpu: Mask, best: float = float("inf")) -> float:
+    def seconds(self, on_cpu: Mask) -> float:
         """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
-        and the others are streamed.
+        and the others are streamed."""
+        return self.from_disk.experts_s + max(self.lanes_s(on_cpu), self.memory_s, self.from_disk.ahead_s)
+
+    def cpu_rate(self, on_cpu: Mask) -> float:
+        """The bytes/s of weights that the CPU reads while it computes; 0.0 if it computes nothing."""
+        work = self._divide(on_cpu)
+        seconds = float(self._computed_s[self._order] @ work.on_cpu) * work.host_slower
+        return float(self._computed_bytes[self._order] @ work.on_cpu) / seconds if seconds else 0.0
+
+    def lanes_s(self, on_cpu: Mask, best: float = float("inf")) -> float:
+        """The time in which device, CPU and copies are done. :meth:`seconds` is no less, and more only where host
+        memory or the disk is the limit, which is the same for all ``on_cpu``.
 
         :param best: if the time is at least this, the result may be any number from ``best`` up, which is quicker.
         """
-        experts_s = self.from_disk.experts_s
-        return experts_s + self._beside_reads(on_cpu & self.from_disk.computable, best - experts_s)
-
-    def _beside_reads(self, on_cpu: Mask, best: float) -> float:
-        """The time without that in which all waits for experts from the disk."""
-        cpu = on_cpu[self._order] & self._left_out
-        streamed = self._left_out & ~cpu
-        kv_copy_s = self.host_kv.copy_s
-        copy = float(self._copy_s @ streamed) + kv_copy_s
-        host = float(self._cpu_s @ cpu)
-        # Adjacent shards on the CPU save a hand-off.
-        handoffs = self._handoffs.copy()
-        handoffs[1:] -= cpu[:-1]
-        turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
-        device = float(turns.sum()) + self._always_s
-        # Copies and the CPU share host memory. Each is slowed down for the share of time in which the other works.
-        both = max(copy, device + host)
-        host_slower = 1 + self._cpu_slowdown * min(copy / both, 1.0)
-        copy_slower = 1 + self._copy_slowdown * host / both
-        chain = device + host * host_slower
+        work = self._divide(on_cpu)
+        cpu, streamed, turns, kv_copy_s = work.on_cpu, work.streamed, work.turns, self.host_kv.copy_s
+        chain = float(turns.sum()) + self._always_s + work.host_s * work.host_slower
         singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
         singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
-        copying = copy + singly + (host if self._cpu_copies else 0.0)
-        least = max(chain, copying, self.memory_s, self.from_disk.ahead_s)
-        work = turns + np.where(cpu, self._cpu_s * host_slower, 0.0)
+        copying = work.copy_s + singly + (work.host_s if self._cpu_copies else 0.0)
+        each_s = turns + np.where(cpu, self._cpu_s * work.host_slower, 0.0)
         # The link is not free for other copies while single experts are copied.
         taken = self._streamed_singly * self._expert_copy_s * np.where(cpu, self.expert_stream_share, streamed)
-        held_s = self._held_up(float((work - taken).sum()), kv_copy_s * copy_slower)
-        least = max(least, chain + held_s)
+        held_s = self._held_up(float((each_s - taken).sum()), kv_copy_s * work.copy_slower)
+        least = max(copying, chain + held_s)
         if least >= best or not streamed.any():
             return least
         # Copies run ahead while a streamed shard is used, and further until the next one is needed. If the copy of that
         # one is not complete then, the device waits for it.
         starts = np.flatnonzero(streamed)
-        meanwhile = np.maximum((turns if self._cpu_copies else work) - taken, 0.0)
+        meanwhile = np.maximum((turns if self._cpu_copies else each_s) - taken, 0.0)
         uses = meanwhile[starts] + self._always_s / len(starts)
         gaps = np.add.reduceat(meanwhile, starts) - meanwhile[starts]
         gaps[-1] += meanwhile[: starts[0]].sum()
-        copies = self._copy_s[starts] * copy_slower + max(kv_copy_s - held_s, 0.0) / len(starts)
-        beside_s, ahead_s = self._beside_s, self._ahead_s
+        copies = self._copy_s[starts] * work.copy_slower + max(kv_copy_s - held_s, 0.0) / len(starts)
+        beside_s, ahead_s = self._ahead_s
         lead, waits = min(float(gaps[-1]), ahead_s), held_s
         for copy_s, use_s, gap_s in zip(copies.tolist(), uses.tolist(), gaps.tolist(), strict=True):
             if copy_s > lead:
@@ -425,6 +441,21 @@ class Graph:
             if lead < ahead_s:
                 lead = min(lead + gap_s, ahead_s)
         return max(least, chain + waits)
+
+    def _divide(self, on_cpu: Mask) -> _Divided:
+        cpu = (on_cpu & self.from_disk.computable)[self._order] & self._left_out
+        streamed = self._left_out & ~cpu
+        copy_s = float(self._copy_s @ streamed) + self.host_kv.copy_s
+        host_s = float(self._cpu_s @ cpu)
+        # Adjacent shards on the CPU save a hand-off.
+        handoffs = self._handoffs.copy()
+        handoffs[1:] -= cpu[:-1]
+        turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
+        # Copies and the CPU share host memory. Each is slowed down for the share of time in which the other works.
+        both_s = max(copy_s, float(turns.sum()) + self._always_s + host_s)
+        host_slower = 1 + self._slowdowns[0] * min(copy_s / both_s, 1.0)
+        copy_slower = 1 + self._slowdowns[1] * host_s / both_s
+        return _Divided(cpu, streamed, copy_s, host_s, turns, host_slower, copy_slower)
 
     def _held_up(self, free_s: float, kv_copy_s: float) -> float:
         """How long the graph waits for single experts whose copies stand behind keys and values. These are copied a

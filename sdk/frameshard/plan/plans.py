@@ -230,16 +230,29 @@ class Plan:
         groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
         return [GraphSize(n * n_tokens, 0, n) for n in groups]
 
+    @property
+    def cpu_factor(self) -> float:
+        """How much longer the CPU computes than the profile says, as the plan takes it to."""
+        return self._costs.conditions.cpu_factor
+
     def uncorrected_s(self, work: Work, graph: GraphSize, *, is_first: bool) -> float:
-        """Predicted seconds of one graph, from the profile alone.
+        """Predicted seconds of one graph, by the profile and :attr:`cpu_factor`.
 
         :param is_first: llama.cpp builds this graph anew.
         """
         costs = self._prompts.costs(graph.n_tokens) if work == "prompt" else self._costs
-        tier = next(tier for tier in reversed(self.tiers) if graph.n_tokens >= tier.min_tokens)
-        on_cpu = np.array(tier.placements, dtype=np.int8) == CPU
         n_rows = graph.n_tokens if work == "decode" else graph.n_seq
-        return costs.at(*graph, n_rows).seconds(on_cpu) + is_first * costs.first_s
+        return costs.at(*graph, n_rows).seconds(self._on_cpu(graph.n_tokens)) + is_first * costs.first_s
+
+    def cpu_rate(self, graph: GraphSize) -> float:
+        """Predicted bytes/s of weights that the CPU reads in a decode while it computes; 0.0 if it computes nothing."""
+        return self._costs.at(*graph, graph.n_tokens).cpu_rate(self._on_cpu(graph.n_tokens))
+
+    def _on_cpu(self, n_tokens: int) -> Mask:
+        """The shards that the CPU computes, if they are not resident, in a graph of so many tokens."""
+        tier = next(tier for tier in reversed(self.tiers) if n_tokens >= tier.min_tokens)
+        on_cpu: Mask = np.array(tier.placements, dtype=np.int8) == CPU
+        return on_cpu
 
     def _predicted_s(self, work: Work, graph: GraphSize, *, is_first: bool) -> float:
         return self.uncorrected_s(work, graph, is_first=is_first) * self.corrections.factor(work, graph.n_context)
@@ -317,7 +330,7 @@ def make_plan(
     :param routing: the share of a layer's choices that each expert gets, descending, with sum 1. Empty: all experts the
         same.
     :param layout: the layout, if it is not the default one of the profile's device.
-    :param corrections: what serving has shown.
+    :param corrections: what serving has shown. Of these only the CPU's factor changes placements.
     :raises BudgetBelowFloor: a budget is below its floor.
     :raises BadArgument: weights come from disk, and the profile lacks its rates.
     """
@@ -337,6 +350,7 @@ def make_plan(
     conditions = Conditions(
         least_ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type, host_budget_bytes, context.used
     )
+    conditions = replace(conditions, cpu_factor=corrections.cpu_factor)
     all_slabs = len(layout.sizes.slabs)
     prompts = _Prompts(layout, profile, budget, beside_graphs, steps, context, conditions, all_slabs)
     n_ubatch = n_ubatch or prompts.choose_step()
@@ -428,11 +442,11 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode) -> Tier
     )
     best, on_cpu = float("inf"), evicted
     for choice in _splits(costs) if mode == "planned" else [evicted]:
-        seconds = graph.seconds(choice, best)
-        if seconds < best:
-            best, on_cpu = seconds, choice
+        lanes_s = graph.lanes_s(choice, best)
+        if lanes_s < best:
+            best, on_cpu = lanes_s, choice
     if mode == "planned":
-        best, on_cpu = _improved(costs, graph, best, on_cpu)
+        on_cpu = _improved(costs, graph, best, on_cpu)
     share, n_bytes = costs.resident_share, costs.shards.n_bytes
     left_out = share < 1.0
     placements = np.where(np.where(left_out, on_cpu, evicted), CPU, STREAMED)
@@ -442,7 +456,7 @@ def _plan_tier(costs: Costs, min_tokens: int, n_tokens: int, mode: Mode) -> Tier
         min_tokens=min_tokens,
         n_tokens=n_tokens,
         placements=tuple(placements.tolist()),
-        predicted_s=best,
+        predicted_s=graph.seconds(on_cpu),
         bound_s=costs.bound([(n_tokens, n_before, n_seq)], may_use_cpu=mode == "planned"),
         n_resident=int((~left_out).sum()),
         n_streamed=int(streamed.sum()),
@@ -474,11 +488,11 @@ def _splits(costs: Costs) -> Iterator[Mask]:
             on_cpu[members] = True
 
 
-def _improved(costs: Costs, graph: Graph, best: float, on_cpu: Mask) -> tuple[float, Mask]:
+def _improved(costs: Costs, graph: Graph, best: float, on_cpu: Mask) -> Mask:
     """Improves a split: moves each shard to or from the CPU, in the order of use, and keeps what is quicker. It tries
     each shard alone, and in exchange with the shard before it.
 
-    :returns: the predicted time, and the shards on the CPU.
+    :param best: the time of the split, as :meth:`Graph.lanes_s` says it.
     """
     before: list[int] = []
     for i in costs.layout.use_order[(costs.resident_share < 1.0)[costs.layout.use_order]]:
@@ -486,11 +500,11 @@ def _improved(costs: Costs, graph: Graph, best: float, on_cpu: Mask) -> tuple[fl
             other = on_cpu.copy()
             other[[i, *also]] = ~other[[i, *also]]
             if not also or other[i] != other[also[0]]:
-                seconds = graph.seconds(other, best)
-                if seconds < best:
-                    best, on_cpu = seconds, other
+                lanes_s = graph.lanes_s(other, best)
+                if lanes_s < best:
+                    best, on_cpu = lanes_s, other
         before = [i]
-    return best, on_cpu
+    return on_cpu
 
 
 def plan_workload(
