@@ -189,13 +189,13 @@ class GroupRun {
     ExpertGroup &group;
     const ggml_cgraph *graph;
     const Exchange exchange;
-    std::vector<ExpertRow> rows;              // in the order of the group's result
-    std::vector<int> wanted;                  // chosen experts without repetition, in order of appearance
-    std::vector<int> missed;                  // those that are not cached, most often chosen first
-    std::unordered_map<int, int> slot_of;     // of experts that the device computes
-    std::vector<std::pair<int, int>> to_copy; // experts and their slots
-    std::vector<ExpertRow> cpu_rows;          // by expert
-    size_t n_hits = 0, n_copies = 0;          // of wanted experts
+    std::vector<ExpertRow> rows;             // in the order of the group's result
+    std::vector<int> wanted;                 // chosen experts without repetition, in order of appearance
+    std::vector<int> missed;                 // those that are not cached, most often chosen first
+    std::unordered_map<int, int> slot_of;    // of experts that the device computes
+    std::vector<std::pair<int, int>> copies; // to start: experts and their slots
+    std::vector<ExpertRow> cpu_rows;         // by expert
+    size_t n_hits = 0, n_copies = 0;         // of wanted experts
     ggml_status launched = GGML_STATUS_SUCCESS;
 };
 
@@ -229,7 +229,7 @@ ggml_status GroupRun::run(ggml_cgraph &view, const GroupHooks &hooks) {
 
 // Starts the copies and the device's part.
 void GroupRun::start(ggml_cgraph &view, const GroupHooks &hooks) {
-    for (const auto &[expert, slot] : to_copy) {
+    for (const auto &[expert, slot] : copies) {
         copy_expert(expert, slot);
     }
     d.inner.compute_pending = true;
@@ -291,7 +291,7 @@ void GroupRun::take_slots() {
     const size_t wanted_copies = n_to_copy();
     while (n_copies < wanted_copies && take_slot(missed[n_copies])) {
         const int expert = missed[n_copies - 1];
-        to_copy.emplace_back(expert, slot_of.at(expert));
+        copies.emplace_back(expert, slot_of.at(expert));
     }
 }
 

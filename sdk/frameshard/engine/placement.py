@@ -37,13 +37,13 @@ OnLoading = Callable[[m.LoadingStage, int, int], None]
 """Is called with a stage of the load, and what of it is done: the fields of :class:`frameshard.wire.engine.Loading`."""
 
 _ROUTING_CHANGED = 0.08  # share of the routers' choices that must differ before a new plan is made
-_REPLAN_SHARE = 16
+_REPLAN_SHARE = 1 / 16
 """A new plan is made when the size of the KV cache has changed by more than this part of what decodes stream and
 compute on the CPU, or of the budget if that is less. Until then what the cache displaces is streamed."""
-_LEAST_REPLAN_SHARE = 64
+_LEAST_REPLAN_SHARE = 1 / 64
 """A change by less than this part of the budget needs no new plan: after each one the driver records the launches of a
 decode again, which takes some 10 ms."""
-_PROMPT_SHARE = 4
+_PROMPT_SHARE = 1 / 4
 """The part of the budget, before a prompt is read. A plan takes a tenth of a second, for which the answer would wait.
 So a smaller change gets its plan from :meth:`Placement.fill`, after the prompt."""
 _PLANS_KEPT = 16  # prompts that come and go need the same few plans again
@@ -434,13 +434,13 @@ class Placement:
         self.unfilled, self._cut = self.unfilled or self._cut, False
         self.overhead.follow()
 
-    def _tolerated(self, budget_bytes: int, *, prompt: bool) -> int:
+    def _tolerated(self, budget_bytes: int, *, prompt: bool) -> float:
         """By how many bytes the KV cache may change before a new plan is made."""
         if prompt:
-            return budget_bytes // _PROMPT_SHARE
+            return _PROMPT_SHARE * budget_bytes
         decode = self.plan.tiers[0]
         left_out = min(decode.streamed_bytes + decode.cpu_bytes, budget_bytes)
-        return max(left_out // _REPLAN_SHARE, budget_bytes // _LEAST_REPLAN_SHARE)
+        return max(_REPLAN_SHARE * left_out, _LEAST_REPLAN_SHARE * budget_bytes)
 
     def _replan_for_context(self, *, prompt: bool = False) -> None:
         """Asks for a new plan if the KV cache has changed much. Small changes keep the old one.
