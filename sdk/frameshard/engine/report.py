@@ -55,7 +55,7 @@ def _cut(text: str) -> str:
 
 
 # What the engine alone acts on.
-_NOT_REPORTED = ("refused_graph_bytes", "lacks_workspaces")
+_NOT_REPORTED = ("refused_graph_bytes", "lacks_workspaces", "cpu_busy_s", "cpu_read_bytes")
 
 
 def _template_fingerprint(template: str | None) -> str:
