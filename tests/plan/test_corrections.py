@@ -51,7 +51,7 @@ def test_only_predictions_change_and_budgets_keep_their_order() -> None:
 def test_a_slower_cpu_gets_less_of_a_decode() -> None:
     def plan(cpu_factor: float) -> Plan:
         known = taught(1.5).with_cpu_factor(cpu_factor)
-        assert known.factor("decode", 600) == 1.0  # it was seen with another plan
+        assert (known.factor("decode", 600) > 1) == (cpu_factor == 1.0)  # else it was seen with another plan
         return make_plan(experts(), H100, budget_bytes=1 << 30, fixed_bytes=1 << 28, corrections=known)
 
     fast, plain, slow = (plan(factor) for factor in (0.25, 1.0, 4.0))

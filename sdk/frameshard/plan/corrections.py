@@ -31,6 +31,7 @@ _LEAST_CONTEXT = 512  # shorter contexts count as one of this length; longer one
 _FADES = 0.5  # what was seen at a context counts so much less at one of twice or half its length
 _UNSEEN = 0.25  # the weight of a ratio of 1, beside one for each ratio that was seen
 _NEWEST = 1 / 8  # the least share of a new ratio in what was seen; the first ones have equal shares
+_OTHER_PLANS = 0.25  # by how much the logarithm of the CPU's factor changes where decodes are other ones
 _MOST = 32.0  # a ratio beyond it, or below its inverse, comes from a disturbance
 
 
@@ -100,8 +101,10 @@ class Corrections:
         return replace(self, seen={**self.seen, kind: Seen(log_ratio, before.n + 1)})
 
     def with_cpu_factor(self, cpu_factor: float) -> Corrections:
-        """Other plans are made with another factor, so what was seen of decodes no longer counts."""
-        return Corrections({kind: seen for kind, seen in self.seen.items() if kind.work == "prompt"}, cpu_factor)
+        """Other plans are made with another factor. After a large change what was seen of decodes no longer counts."""
+        same = abs(math.log(cpu_factor / self.cpu_factor)) < _OTHER_PLANS
+        kept = {kind: seen for kind, seen in self.seen.items() if same or kind.work == "prompt"}
+        return Corrections(kept, cpu_factor)
 
 
 NONE = Corrections()
