@@ -111,7 +111,7 @@ struct Device {
     void count_graph_memory();
     void update_placements();
     void count(const Ring::Copied &copied);
-    ggml_status compute_on_cpu(ggml_cgraph *graph, uint64_t weight_bytes);
+    ggml_status compute_on_cpu(ggml_cgraph *graph, uint64_t weight_bytes); // counts its time, and the bytes
 
     void apply_budget(uint64_t bytes); // for BudgetRequests
 
