@@ -2,7 +2,8 @@
 
 The device and the CPU work in turns, so their times and those of the hand-offs are added. Copies run at the same time,
 except while the ring is full. Copies and the CPU slow each other down, because they share host memory. Reads from disk
-run ahead of all of them, so a graph takes at least the time of its reads.
+run ahead of all of them, so a graph takes at least the time of its reads. Before all that the host writes the mask of
+attention.
 
 Arrays have one value for each shard of the ladder. Times are seconds, sizes bytes, rates per second.
 """
@@ -40,7 +41,7 @@ _FIRST_S = 19e-6
 # experts eight times. Those of experts were fitted to prompts of 1,024 and 8,192 tokens with qwen3-30b-a3b-q4_0 and
 # everything resident on an H100 machine. With the others a prompt of 1,024 tokens with minitron-8b-q4_0 is predicted
 # 8 % too long, and one of 8,192 with minitron-8b-f16 3 % too short.
-_PASSES = {"attention": 12, "ffn": 43, "experts": 142}
+_PASSES = {"attention": 12, "ffn": 43, "experts": 104}
 # The number of hand-offs between device and CPU when a shard runs on the CPU; 1 for kinds that are not listed.
 # Attention has one before and one after the attention kernel, which runs where the KV cache is. Experts hand over the
 # router's choice, copies, slots and rows.
@@ -51,6 +52,11 @@ _INPUT = 0.5  # hand-offs for the experts' input: it is copied because the CPU m
 # operation. Measured with 14 threads on the H100 machine.
 _MEETINGS_S = {"experts": 45e-6, "shared": 70e-6}
 _WITHIN_S = 16e-6  # time of copying one matrix of a cached expert within the device; measured on the H100 machine
+# llama.cpp writes the mask of attention with one thread: for each token it compares the positions of all tokens of its
+# sequence in the graph, and copies a row of 2 bytes for each cell. Fitted to prompts of 1,024 and 8,000 tokens with
+# minitron-4b-f16 on an H100 machine.
+_COMPARED_S = 3.3e-9
+_MASKED_S = 0.25e-9
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
 
@@ -321,7 +327,7 @@ class Graph:
         return FromDisk(costs.disk_bytes + n_bytes, costs.disk_s, experts_s, computable)
 
     def _attend(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
-        """Sets the times of attention, and those of keys and values in host memory."""
+        """Sets the times of attention and its mask, and those of keys and values in host memory."""
         model, conditions = costs.layout.model, costs.conditions
         head_dim, n_head, _ = heads = heads_of(model)
         each = n_tokens / n_seq
@@ -334,6 +340,7 @@ class Graph:
         n_layers = float(np.ceil(left_out * model.n_layer))
         on_host = kv_read * n_layers / max(model.n_layer, 1)
         self.host_kv = _HostKv(on_host, on_host / costs.profile.h2d, n_layers)
+        self.mask_s = n_tokens * (each * _COMPARED_S + (n_before + each) * n_seq * _MASKED_S)
 
     def _single_experts(
         self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats
@@ -392,7 +399,7 @@ class Graph:
     def seconds(self, on_cpu: Mask) -> float:
         """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
         and the others are streamed."""
-        return self.from_disk.experts_s + max(self.lanes_s(on_cpu), self.memory_s, self.from_disk.ahead_s)
+        return self.mask_s + self.from_disk.experts_s + max(self.lanes_s(on_cpu), self.memory_s, self.from_disk.ahead_s)
 
     def cpu_rate(self, on_cpu: Mask) -> float:
         """The bytes/s of weights that the CPU reads while it computes; 0.0 if it computes nothing."""
@@ -401,8 +408,8 @@ class Graph:
         return float(self._computed_bytes[self._order] @ work.on_cpu) / seconds if seconds else 0.0
 
     def lanes_s(self, on_cpu: Mask, best: float = float("inf")) -> float:
-        """The time in which device, CPU and copies are done. :meth:`seconds` is no less, and more only where host
-        memory or the disk is the limit, which is the same for all ``on_cpu``.
+        """The time in which device, CPU and copies are done. :meth:`seconds` adds what is the same for all ``on_cpu``,
+        and is more where host memory or the disk is the limit.
 
         :param best: if the time is at least this, the result may be any number from ``best`` up, which is quicker.
         """
