@@ -282,7 +282,7 @@ def test_experts_stay_with_the_cpu_while_decoding() -> None:
 
 def test_a_ring_of_one_step_hides_no_copies() -> None:
     """For this prompt the device takes as long as the copies. With one step in the ring the times add up; with more,
-    copies and computation overlap. The mask is written before both."""
+    copies and computation overlap. Before both the host prepares the graph."""
     model, n_tokens = dense(), round(H100.gpu_flops / H100.h2d)
     layout = layout_for(model, H100)
 
@@ -295,7 +295,7 @@ def test_a_ring_of_one_step_hides_no_copies() -> None:
             mode="stream_only",
             n_ubatch=n_tokens,
         )
-        return plan.predicted_ttft(n_tokens) - plan._prompts.costs(n_tokens).at(n_tokens, 0).mask_s
+        return plan.predicted_ttft(n_tokens) - plan._prompts.costs(n_tokens).at(n_tokens, 0).prepare_s
 
     assert ttft(4) == pytest.approx(layout.arena_bytes / H100.h2d, rel=0.15)
     assert ttft(1) > 1.7 * ttft(4)

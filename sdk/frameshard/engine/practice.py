@@ -79,7 +79,6 @@ class Practice:
         self._plan: Plan | None = None
         self._kind: Kind | None = None
         self._seconds: list[float] = []
-        self._last: Work = "decode"
         self._due_at = 0.0
 
     def observe(self, plan: Plan, graph: GraphSize, seconds: float) -> None:
@@ -89,7 +88,6 @@ class Practice:
         :param seconds: with sampling, until the next graph can begin.
         """
         work: Work = "decode" if graph.n_tokens == graph.n_seq else "prompt"
-        is_first, self._last = work == "prompt" and self._last == "decode", work
         if work == "decode" and time.monotonic() < self._due_at:
             return
         if work == "prompt" and (graph.n_seq > 1 or graph.n_tokens < _LEAST_PROMPT):
@@ -104,7 +102,7 @@ class Practice:
             self._cpu.note(seconds)
             if len(self._seconds) < GROUP:
                 return
-        ratio = statistics.median(self._seconds) / plan.uncorrected_s(work, graph, is_first=is_first)
+        ratio = statistics.median(self._seconds) / plan.uncorrected_s(work, graph)
         self.corrections = self.corrections.with_ratio(kind, ratio)
         self._cpu.compare(plan, graph)
         if abs(math.log(self._cpu.factor / self.corrections.cpu_factor)) > _CPU_CHANGED:

@@ -2,8 +2,7 @@
 
 The device and the CPU work in turns, so their times and those of the hand-offs are added. Copies run at the same time,
 except while the ring is full. Copies and the CPU slow each other down, because they share host memory. Reads from disk
-run ahead of all of them, so a graph takes at least the time of its reads. Before all that the host writes the mask of
-attention.
+run ahead of all of them, so a graph takes at least the time of its reads. Before all that the host prepares a graph.
 
 Arrays have one value for each shard of the ladder. Times are seconds, sizes bytes, rates per second.
 """
@@ -30,12 +29,14 @@ Floats = NDArray[np.float64]
 # The number of kernels that a shard launches besides its matrix products. The measured rates of products include their
 # launches.
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
-# The time that each of these kernels adds to the first graph of a prompt, and to each of the first two tokens after it:
-# llama.cpp builds another graph, the shard device compiles it, and the driver launches its kernels one by one, then
-# records them. On H100 machines the two tokens together took 32 and 37 ms more than later ones with qwen3-30b-a3b-q4_0,
-# and 12 to 24 ms with minitron-8b-q4_0. Prompts of 1,024 tokens with minitron-8b-f16 took 12 ms more than their copies
-# at 4, 8 and 12 GiB.
+# The time that each of these kernels adds to a token after which llama.cpp builds another graph, as after a prompt: the
+# shard device compiles it, and the driver launches its kernels one by one, then records them in the next token. On H100
+# machines the first two tokens together took 32 and 37 ms more than later ones with qwen3-30b-a3b-q4_0, and 12 to 24 ms
+# with minitron-8b-q4_0.
 _FIRST_S = 19e-6
+# The same for each step of a prompt, whose later launches run ahead of the device. On an H100 machine 3.4 ms passed
+# before the first launch with minitron-4b-f16 and 9 ms with qwen3-30b-a3b-q4_0, besides the mask and the embeddings.
+_BUILD_S = 9e-6
 # How often the device's memory reads or writes a token's activations between the products (norms, rotations, sums,
 # conversions), in units of n_embd values. Activations of a feed-forward network are three times as wide, those of
 # experts eight times. Those of experts were fitted to prompts of 1,024 and 8,192 tokens with qwen3-30b-a3b-q4_0 and
@@ -53,10 +54,12 @@ _INPUT = 0.5  # hand-offs for the experts' input: it is copied because the CPU m
 _MEETINGS_S = {"experts": 45e-6, "shared": 70e-6}
 _WITHIN_S = 16e-6  # time of copying one matrix of a cached expert within the device; measured on the H100 machine
 # llama.cpp writes the mask of attention with one thread: for each token it compares the positions of all tokens of its
-# sequence in the graph, and copies a row of 2 bytes for each cell. Fitted to prompts of 1,024 and 8,000 tokens with
+# sequence in the graph, and copies a row of 2 bytes for each cell. Then the CPU looks up the tokens' embeddings, and
+# they are copied to the device; bytes/s of values in F32. Measured with prompts of 1,024 and 8,000 tokens of
 # minitron-4b-f16 on an H100 machine.
 _COMPARED_S = 3.3e-9
 _MASKED_S = 0.25e-9
+_EMBEDDED = 4.5e9
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
 
@@ -112,7 +115,9 @@ class Costs:
         n_kernels = shards.by_kind({k: float(n) for k, n in _KERNELS.items()})
         self.kernels_s = profile.kernel_s * n_kernels
         self.first_s = _FIRST_S * float(n_kernels.sum())
-        """How much longer the first graph of a prompt takes, and each of the first two tokens after it."""
+        """How much longer each of the first two tokens after a prompt takes."""
+        self.build_s = _BUILD_S * float(n_kernels.sum())
+        """How much longer each step of a prompt takes than its computation."""
         pass_s = 4 * layout.model.n_embd / profile.device_memory
         self.passes_s = pass_s * shards.by_kind({k: float(n) for k, n in _PASSES.items()})
         self.handoffs = shards.by_kind(_HANDOFFS, 1.0)
@@ -253,6 +258,7 @@ class Graph:
         self.fetched = touched * self.uncached
         self.from_disk = self._from_disk(costs, used, n_cached, one_at_a_time=one_at_a_time)
         self._attend(costs, n_tokens, n_before, n_seq)
+        self.prepare_s = self._prepare(costs, n_tokens, n_before, n_seq)
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.conditions.turn_s + activations
         self._slowdowns = profile.slowdowns(shards.main_type)
@@ -327,7 +333,7 @@ class Graph:
         return FromDisk(costs.disk_bytes + n_bytes, costs.disk_s, experts_s, computable)
 
     def _attend(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> None:
-        """Sets the times of attention and its mask, and those of keys and values in host memory."""
+        """Sets the times of attention, and those of keys and values in host memory."""
         model, conditions = costs.layout.model, costs.conditions
         head_dim, n_head, _ = heads = heads_of(model)
         each = n_tokens / n_seq
@@ -340,7 +346,15 @@ class Graph:
         n_layers = float(np.ceil(left_out * model.n_layer))
         on_host = kv_read * n_layers / max(model.n_layer, 1)
         self.host_kv = _HostKv(on_host, on_host / costs.profile.h2d, n_layers)
-        self.mask_s = n_tokens * (each * _COMPARED_S + (n_before + each) * n_seq * _MASKED_S)
+
+    @staticmethod
+    def _prepare(costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> float:
+        """The time in which the host prepares the graph. Device and copies wait meanwhile."""
+        each = n_tokens / n_seq
+        mask_s = n_tokens * (each * _COMPARED_S + (n_before + each) * n_seq * _MASKED_S)
+        if each == 1:  # llama.cpp uses the graph of the token before
+            return mask_s
+        return mask_s + 4 * n_tokens * costs.layout.model.n_embd / _EMBEDDED + costs.build_s
 
     def _single_experts(
         self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats
@@ -399,7 +413,9 @@ class Graph:
     def seconds(self, on_cpu: Mask) -> float:
         """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
         and the others are streamed."""
-        return self.mask_s + self.from_disk.experts_s + max(self.lanes_s(on_cpu), self.memory_s, self.from_disk.ahead_s)
+        return (
+            self.prepare_s + self.from_disk.experts_s + max(self.lanes_s(on_cpu), self.memory_s, self.from_disk.ahead_s)
+        )
 
     def cpu_rate(self, on_cpu: Mask) -> float:
         """The bytes/s of weights that the CPU reads while it computes; 0.0 if it computes nothing."""

@@ -141,7 +141,7 @@ class Plan:
         """Predicted seconds to prefill ``n_parallel`` prompts of ``n_tokens`` tokens each, from an empty context.
         Several prompts share a graph if they fit."""
         graphs = self._graphs(n_tokens, n_parallel)
-        return sum(self._predicted_s("prompt", graph, is_first=i == 0) for i, graph in enumerate(graphs))
+        return sum(self._predicted_s("prompt", graph) for graph in graphs)
 
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
@@ -153,7 +153,7 @@ class Plan:
         all tokens."""
         n_tokens = n_parallel * n_each
         graph = GraphSize(n_tokens, self._costs.conditions.n_ctx_used, n_parallel)
-        return self._predicted_s("decode", graph, is_first=False)
+        return self._predicted_s("decode", graph)
 
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
         """Predicted tokens per second of ``n_parallel`` sequences together, with one token of each in a graph."""
@@ -235,14 +235,11 @@ class Plan:
         """How much longer the CPU computes than the profile says, as the plan takes it to."""
         return self._costs.conditions.cpu_factor
 
-    def uncorrected_s(self, work: Work, graph: GraphSize, *, is_first: bool) -> float:
-        """Predicted seconds of one graph, by the profile and :attr:`cpu_factor`.
-
-        :param is_first: llama.cpp builds this graph anew.
-        """
+    def uncorrected_s(self, work: Work, graph: GraphSize) -> float:
+        """Predicted seconds of one graph, by the profile and :attr:`cpu_factor`."""
         costs = self._prompts.costs(graph.n_tokens) if work == "prompt" else self._costs
         n_rows = graph.n_tokens if work == "decode" else graph.n_seq
-        return costs.at(*graph, n_rows).seconds(self._on_cpu(graph.n_tokens)) + is_first * costs.first_s
+        return costs.at(*graph, n_rows).seconds(self._on_cpu(graph.n_tokens))
 
     def cpu_rate(self, graph: GraphSize) -> float:
         """Predicted bytes/s of weights that the CPU reads in a decode while it computes; 0.0 if it computes nothing."""
@@ -254,8 +251,8 @@ class Plan:
         on_cpu: Mask = np.array(tier.placements, dtype=np.int8) == CPU
         return on_cpu
 
-    def _predicted_s(self, work: Work, graph: GraphSize, *, is_first: bool) -> float:
-        return self.uncorrected_s(work, graph, is_first=is_first) * self.corrections.factor(work, graph.n_context)
+    def _predicted_s(self, work: Work, graph: GraphSize) -> float:
+        return self.uncorrected_s(work, graph) * self.corrections.factor(work, graph.n_context)
 
 
 @dataclass
