@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_cpp  # first, because frameshard's planner imports numpy: libllama crashes behind some of its wheels
+
 from frameshard import native
 from frameshard.cli.equal_vram import OVERHEAD, Search
 from frameshard.cli.upstream import layers_on_gpu
@@ -163,8 +165,6 @@ def _on_cpu(n_layers: int) -> Any:
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model and a context."""
-    import llama_cpp
-
     from frameshard import ggml
 
     llama_cpp.llama_backend_init()
@@ -198,7 +198,6 @@ def main() -> None:
     parser.add_argument("--most-s", type=float, required=True)
     args = parser.parse_args()
 
-    import llama_cpp
     import numpy as np
 
     from frameshard.engine.tokenizer import tokenize
