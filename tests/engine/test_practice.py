@@ -24,6 +24,7 @@ FIELDS: dict[str, object] = {"device": DEVICE, "mode": "planned", "speculate": "
 BUDGET = 40 << 20
 N_PROMPT = 400
 TOO_FAST = 6
+MOST_JOBS = 8
 
 
 def faster(profile: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +59,12 @@ def measured(child: EngineProcess) -> tuple[float, float]:
     return done["prefill_s"], done["decode_s"] / (done["n_generated"] - 1)
 
 
+def follow(predictions: tuple[float, float], took: list[tuple[float, float]]) -> bool:
+    """Whether predictions of a prompt and of a token are what jobs took."""
+    each = zip(predictions, *took, strict=True)
+    return all(min(times) / 1.5 < prediction < max(times) * 1.5 for prediction, *times in each)
+
+
 def never() -> Stats:
     raise AssertionError("the device is not asked")
 
@@ -86,11 +93,10 @@ def test_predictions_follow_what_serving_shows(
     with engine(shallow_model, vram_budget_bytes=BUDGET, **FIELDS) as child:
         before = predicted(child)
         took = [measured(child) for _ in range(3)]
-        after = predicted(child)
-    for work in (0, 1):
-        shortest, longest = (each(one[work] for one in took) for each in (min, max))
-        assert before[work] < shortest / 2
-        assert shortest / 1.5 < after[work] < longest * 1.5
+        while not follow(after := predicted(child), took) and len(took) < MOST_JOBS:
+            took.append(measured(child))  # the CPU's factor changed last: then decodes are compared anew
+    assert follow(after, took)
+    assert all(2 * before[work] < min(one[work] for one in took) for work in (0, 1))
     with engine(shallow_model, vram_budget_bytes=BUDGET, **FIELDS) as child:
         assert predicted(child) == pytest.approx(after, rel=0.05)  # they are kept
     assert "corrected by what this model took here" in frameshard("plan", shallow_model, "--vram-budget", "40")
