@@ -13,9 +13,9 @@ from servers import Server, server, sidecar
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, model_path: Path, mmproj_path: Path) -> Iterator[Path]:
-    """The connect file of a sidecar with SmolLM2 and a vision tower."""
-    options: dict[str, Any] = {"model": str(model_path), "mmproj": str(mmproj_path), "device": "emulated"}
+def place(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path, mmproj_path: Path) -> Iterator[Path]:
+    """The connect file of a sidecar with the first layers of SmolLM2 and a vision tower."""
+    options: dict[str, Any] = {"model": str(shallow_model), "mmproj": str(mmproj_path), "device": "emulated"}
     with sidecar(tmp_path_factory.mktemp("http"), **options, n_ctx=1024, mode="stream_only") as (connect_file, _):
         yield connect_file
 
@@ -23,4 +23,12 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_path: Path, mmproj_pat
 @pytest.fixture(scope="module")
 def http(place: Path) -> Iterator[Server]:
     with server(place) as running:
+        yield running
+
+
+@pytest.fixture
+def calling(tmp_path: Path, model_path: Path) -> Iterator[Server]:
+    """A server in front of SmolLM2 itself: its first layers alone would never end an answer with calls of tools."""
+    options: dict[str, Any] = {"model": str(model_path), "device": "cpu"}
+    with sidecar(tmp_path, **options, n_ctx=1024) as (connect_file, _), server(connect_file) as running:
         yield running

@@ -113,7 +113,7 @@ PRICE = {
 TOOLS = [{"type": "function", "function": {"name": "price", "description": "What it costs.", "parameters": PRICE}}]
 
 
-def test_tools_are_called_and_their_results_read(http: Server) -> None:
+def test_tools_are_called_and_their_results_read(http: Server, calling: Server) -> None:
     # With this seed and temperature it calls twice. A model as small as this one often calls until max_tokens.
     asked: dict[str, Any] = {
         "temperature": 0.9,
@@ -122,7 +122,7 @@ def test_tools_are_called_and_their_results_read(http: Server) -> None:
         "seed": 1,
         "max_tokens": 120,
     }
-    choice = http.chat("How much are two swords?", **asked).json["choices"][0]
+    choice = calling.chat("How much are two swords?", **asked).json["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
     call = message["tool_calls"][0]
@@ -130,7 +130,7 @@ def test_tools_are_called_and_their_results_read(http: Server) -> None:
     jsonschema.validate(json.loads(call["function"]["arguments"]), PRICE)
 
     named = {"tool_choice": {"type": "function", "function": {"name": "price"}}, "parallel_tool_calls": False}
-    chunks = http.chat("How much are two swords?", **{**asked, **named}, stream=True).events()
+    chunks = calling.chat("How much are two swords?", **{**asked, **named}, stream=True).events()
     (streamed,) = [each for chunk in chunks for each in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert streamed["index"] == 0
     assert streamed["function"] == call["function"]

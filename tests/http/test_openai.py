@@ -118,20 +118,21 @@ class Price(BaseModel):
     count: Literal[1, 2]
 
 
-def test_tools(client: Any) -> None:
+def test_tools(calling: Server) -> None:
     asked: Any = {"model": "any", "tools": [openai.pydantic_function_tool(Price)], "tool_choice": "required"}
     asked |= {"temperature": 0.9, "seed": 1}  # with these the model ends its calls
-    with client.chat.completions.stream(messages=messages("How much are two swords?"), **asked) as stream:
-        kinds = {event.type for event in stream}
-        final = stream.get_final_completion().choices[0].message
-    assert "tool_calls.function.arguments.done" in kinds
-    assert isinstance(final.tool_calls[0].function.parsed_arguments, Price)
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "24 gold"} for call in final.tool_calls]
-    turns = [*messages("How much are two swords?"), final, *results]
-    answer = client.chat.completions.create(
-        model="any", messages=turns, tools=asked["tools"], tool_choice="none", temperature=0, max_tokens=8
-    )
-    assert answer.choices[0].message.content
+    with openai.OpenAI(**options(calling)) as client:
+        with client.chat.completions.stream(messages=messages("How much are two swords?"), **asked) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion().choices[0].message
+        assert "tool_calls.function.arguments.done" in kinds
+        assert isinstance(final.tool_calls[0].function.parsed_arguments, Price)
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "24 gold"} for call in final.tool_calls]
+        turns = [*messages("How much are two swords?"), final, *results]
+        answer = client.chat.completions.create(
+            model="any", messages=turns, tools=asked["tools"], tool_choice="none", temperature=0, max_tokens=8
+        )
+        assert answer.choices[0].message.content
 
 
 def test_errors_have_their_classes(http: Server, client: Any) -> None:
