@@ -130,6 +130,13 @@ def own_model(model_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def own_shallow_model(shallow_model: Path) -> Iterator[Path]:
+    """The first layers of SmolLM2, as a copy of the test's own."""
+    with own_copy(shallow_model) as copy:
+        yield copy
+
+
+@pytest.fixture
 def own_deep_model(deep_model: Path) -> Iterator[Path]:
     """The deep model, as a copy of the test's own."""
     with own_copy(deep_model) as copy:
@@ -140,6 +147,13 @@ def own_deep_model(deep_model: Path) -> Iterator[Path]:
 def own_moe(moe_path: Path) -> Iterator[Path]:
     """The mixture of experts, as a copy of the test's own."""
     with own_copy(moe_path) as copy:
+        yield copy
+
+
+@pytest.fixture
+def own_shallow_moe(shallow_moe: Path) -> Iterator[Path]:
+    """The shallow mixture of experts, as a copy of the test's own."""
+    with own_copy(shallow_moe) as copy:
         yield copy
 
 
@@ -167,15 +181,22 @@ def shallow_model(model_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shallow_moe(shallow_model: Path) -> Path:
+    """The first layers of SmolLM2 with 8 experts, of which a token uses 2. Its results are those of the shallow
+    model."""
+    return made("shallow-moe-8x2", Path(make_moe.__file__), lambda path: make_moe.make_moe(shallow_model, path))
+
+
+@pytest.fixture(scope="session")
 def opening_model(shallow_model: Path) -> Path:
     """The first layers of SmolLM2, whose prompts end in a thought. The markers are control tokens."""
     return _thinking(shallow_model, "shallow-opens", thinking_models.OPENS, tokens=True)
 
 
 @pytest.fixture(scope="session")
-def switching_model(model_path: Path) -> Path:
-    """SmolLM2, which can be told not to think. The markers are ordinary text."""
-    return _thinking(model_path, "smollm2-switches", thinking_models.SWITCHES, tokens=False)
+def switching_model(shallow_model: Path) -> Path:
+    """The first layers of SmolLM2, which can be told not to think. The markers are ordinary text."""
+    return _thinking(shallow_model, "shallow-switches", thinking_models.SWITCHES, tokens=False)
 
 
 def _thinking(model_path: Path, name: str, template: str, *, tokens: bool) -> Path:

@@ -45,8 +45,8 @@ def check(rows: list[dict[str, Any]], *, agrees_with_stock: bool = True) -> None
             assert row["ok"], row
 
 
-def test_smollm2_at_three_budgets(model_path: Path) -> None:
-    result = verify(model_path, "floor,60,full")
+def test_a_model_at_three_budgets(shallow_model: Path) -> None:
+    result = verify(shallow_model, "floor,30,full")
     rows = rows_of(result)
     assert result.returncode == 0, result.stderr
     assert [row["mode"] for row in rows] == ["stream_only", "planned"] * 3
@@ -59,14 +59,14 @@ def test_many_layers_at_many_budgets(deep_model: Path) -> None:
     check(rows)
 
 
-def test_a_slow_link_sends_work_to_the_cpu_and_changes_no_answer(model_path: Path) -> None:
-    result = verify(model_path, "60", "--device", "emulated:0.5")
+def test_a_slow_link_sends_work_to_the_cpu_and_changes_no_answer(shallow_model: Path) -> None:
+    result = verify(shallow_model, "30", "--device", "emulated:0.5")
     check(rows_of(result))
     assert result.returncode == 0, result.stderr
 
 
-def test_mixture_of_experts(moe_path: Path) -> None:
-    result = verify(moe_path, "floor,200", "--prompt", "64")
+def test_mixture_of_experts(shallow_moe: Path) -> None:
+    result = verify(shallow_moe, "floor,200", "--prompt", "64")
     rows = rows_of(result)
     assert result.returncode == 0, result.stderr
     assert len(rows) == 4

@@ -25,8 +25,8 @@ from frameshard.wire.engine import EngineConfig
 MIB = 1 << 20
 path = sys.argv[1]
 file_bytes = os.path.getsize(path)
-# Under a limit each graph of the mixture of experts reads hundreds of megabytes, so a few graphs have to do.
-tokens = [300 + 7 * i % 700 for i in range(80 if file_bytes < 256 * MIB else 68)]
+# Under a limit each graph of the mixture of experts reads a hundred megabytes, so a few graphs have to do.
+tokens = [300 + 7 * i % 700 for i in range(80 if file_bytes < 100 * MIB else 68)]
 
 def load(mode="stream_only", device="emulated", **options):
     return Runtime.load(EngineConfig(
@@ -104,7 +104,7 @@ with load() as runtime:
             over.append(device.stats().host_used_bytes > cap)
     thread = threading.Thread(target=change)
     thread.start()
-    same = [bool((decode(runtime) == expected).all()) for _ in range(4 if file_bytes < 256 * MIB else 1)]
+    same = [bool((decode(runtime) == expected).all()) for _ in range(4 if file_bytes < 100 * MIB else 1)]
     done = True
     thread.join()
     print(json.dumps([least, refused, same, len(took), sum(over)]))
@@ -234,7 +234,7 @@ def run(script: str, model: Path) -> Any:
     return json.loads(result.stdout)
 
 
-@pytest.fixture(params=["own_deep_model", "own_moe"])
+@pytest.fixture(params=["own_deep_model", "own_shallow_moe"])
 def any_model(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(request.param)
     return path

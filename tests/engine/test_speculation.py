@@ -229,8 +229,8 @@ def test_nothing_is_drafted_for_a_recurrent_state(name: str, tiny_model: Callabl
         assert drafted(child) == (0, 0)
 
 
-def test_nothing_is_drafted_for_experts_in_stream_only_mode(moe_path: Path) -> None:
-    with engine(moe_path, **STREAMING, n_ctx=512, n_parallel=1) as child:
+def test_nothing_is_drafted_for_experts_in_stream_only_mode(shallow_moe: Path) -> None:
+    with engine(shallow_moe, **STREAMING, n_ctx=512, n_parallel=1) as child:
         child.run(REPEATING, params={"max_tokens": 8})
         assert drafted(child) == (0, 0)
 
