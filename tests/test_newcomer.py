@@ -101,24 +101,24 @@ def test_an_error_is_one_line_that_says_what_to_do(args: tuple[str, ...], says: 
 
 
 def test_a_first_measurement_and_each_row_are_said(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a terminal the progress is written as lines to stderr, and stdout has only JSON."""
     monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path))
-    small = ("--vram-budget", "floor,64", "--prompt", "16", "--generate", "2", "--repeat", "1")
-    result = frameshard("bench", "--model", str(model_path), *EMULATED, *small, "--json")
+    small = ("--vram-budget", "floor,40", "--prompt", "16", "--generate", "2", "--repeat", "1")
+    result = frameshard("bench", "--model", str(shallow_model), *EMULATED, *small, "--json")
     assert len(json.loads(result.stdout)["rows"]) == 2
-    words = ("loading SmolLM2", "measuring this machine", "1 of 2", "2 of 2")
+    words = ("loading smollm2-shallow", "measuring this machine", "1 of 2", "2 of 2")
     positions = [result.stderr.index(each) for each in words]
     assert positions == sorted(positions)
 
 
-def test_on_a_terminal_there_is_a_bar(model_path: Path) -> None:
+def test_on_a_terminal_there_is_a_bar(shallow_model: Path) -> None:
     pytest.importorskip("rich")
     ours, theirs = pty.openpty()
-    small = ("--vram-budget", "floor,64", "--prompt", "16", "--generate", "2", "--repeat", "1", "--json")
+    small = ("--vram-budget", "floor,40", "--prompt", "16", "--generate", "2", "--repeat", "1", "--json")
     bench = subprocess.Popen(
-        [sys.executable, "-m", "frameshard", "bench", "--model", str(model_path), *EMULATED, *small],
+        [sys.executable, "-m", "frameshard", "bench", "--model", str(shallow_model), *EMULATED, *small],
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**ENVIRONMENT, "TERM": "xterm"},

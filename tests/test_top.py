@@ -24,11 +24,11 @@ async def run_top(*args: str) -> subprocess.CompletedProcess[bytes]:
 
 
 @in_trio
-async def test_one_screen_and_its_figures(model_path: Path) -> None:
+async def test_one_screen_and_its_figures(shallow_model: Path) -> None:
     nobody = await run_top("--once")
     assert nobody.returncode == 2
     assert b"no sidecar serves" in nobody.stderr
-    async with frameshard.launch(model_path, device="emulated", n_ctx=512, vram_budget_mb=90) as client:
+    async with frameshard.launch(shallow_model, device="emulated", n_ctx=512, vram_budget_mb=40) as client:
         with await client.frame_block() as frames:
             frames.begin()
             await client.complete("Once upon a time", sampling=frameshard.Sampling(max_tokens=4)).completed()
@@ -41,12 +41,12 @@ async def test_one_screen_and_its_figures(model_path: Path) -> None:
             assert counted[letter] == document["engine"][f"{name}_shards"]
         assert counted["R"] < sum(counted.values())
         assert len(placement["attention"]) == document["model"]["n_layer"]
-        assert document["budget"]["vram_budget_bytes"] == 90 << 20
-        assert document["budget"]["host_floor_bytes"] > document["engine"]["host"]["weights_bytes"] > 80 << 20
+        assert document["budget"]["vram_budget_bytes"] == 40 << 20
+        assert document["budget"]["host_floor_bytes"] > document["engine"]["host"]["weights_bytes"] > 40 << 20
         assert screen.returncode == 0, screen.stderr
         assert max(map(len, screen.stdout.decode().splitlines())) <= 80
         for word in (
-            "90 MiB",
+            "40 MiB",
             "attention",
             "ring",
             "tokens/s",
@@ -57,7 +57,7 @@ async def test_one_screen_and_its_figures(model_path: Path) -> None:
             "processes",
         ):
             assert word in screen.stdout.decode()
-        async with frameshard.launch(model_path, device="cpu", n_ctx=512) as other:
+        async with frameshard.launch(shallow_model, device="cpu", n_ctx=512) as other:
             second = await run_top()
             assert second.returncode == 2
             assert b"2 sidecars serve" in second.stderr

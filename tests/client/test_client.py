@@ -302,10 +302,10 @@ async def test_many_clients_of_one_program() -> None:
                 group.start_soon(client.complete(WORDS).completed)
 
 
-def test_each_conversation_has_as_many_tokens_as_were_asked_for(model_path: Path) -> None:
+def test_each_conversation_has_as_many_tokens_as_were_asked_for(shallow_model: Path) -> None:
     async def main() -> None:
         options = {"n_parallel": 3, "n_ctx": 512, "n_threads": 1}
-        async with frameshard.launch(model_path, device="emulated", **options) as client:
+        async with frameshard.launch(shallow_model, device="emulated", **options) as client:
             assert (await client.model_info()).n_ctx == 512
 
             async def fill() -> None:

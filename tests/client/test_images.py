@@ -81,9 +81,9 @@ async def test_the_broker_refuses_memory_that_is_not_what_it_should_be(tmp_path:
 
 
 @in_trio
-async def test_images_of_all_kinds_reach_the_model(model_path: Path, mmproj_path: Path) -> None:
+async def test_images_of_all_kinds_reach_the_model(shallow_model: Path, mmproj_path: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "n_ctx": 512, "n_parallel": 1, "n_threads": 1}
-    async with frameshard.launch(model_path, mmproj=mmproj_path, **options) as client:
+    async with frameshard.launch(shallow_model, mmproj=mmproj_path, **options) as client:
         assert (await client.model_info()).vision == mmproj_path.name
         pixels = noise(400, 400)
         wide = np.zeros((400, 500, 4), np.uint8)

@@ -139,10 +139,10 @@ def test_a_job_goes_on_after_an_engines_death(resident: EngineProcess) -> None:
     assert tokens[:2] + ids(rest) == tokens
 
 
-def test_others_talk_while_an_image_is_decoded(model_path: Path, mmproj_path: Path) -> None:
+def test_others_talk_while_an_image_is_decoded(shallow_model: Path, mmproj_path: Path) -> None:
     file = io.BytesIO()
     Image.new("RGB", (4096, 4096), "red").save(file, "PNG")
-    with engine(model_path, mmproj=str(mmproj_path), **{**FIELDS, "n_parallel": 2}) as child:
+    with engine(shallow_model, mmproj=str(mmproj_path), **{**FIELDS, "n_parallel": 2}) as child:
         talker = child.submit("Once upon a time", params={"max_tokens": 800})
         child.wait_for("token", job=talker)
         job = child.submit(QUESTION, images=[{"format": "encoded", "data": file.getvalue()}], params=SEEN)
@@ -178,8 +178,8 @@ def test_a_prompt_of_images_that_does_not_fit(resident: EngineProcess) -> None:
     assert error["error"]["name"] == "context_overflow"
 
 
-def test_without_a_tower_images_are_refused(model_path: Path) -> None:
-    with engine(model_path, n_ctx=512) as child:
+def test_without_a_tower_images_are_refused(shallow_model: Path) -> None:
+    with engine(shallow_model, n_ctx=512) as child:
         assert failure(child)["name"] == "unsupported"
 
 
@@ -237,7 +237,7 @@ def test_a_tower_with_a_damaged_name_is_refused_at_launch(
 
 
 def test_a_tower_that_crashes_libmtmd_is_refused_at_launch(
-    model_path: Path, mmproj_path: Path, tmp_path: Path, fresh_cache: Path
+    shallow_model: Path, mmproj_path: Path, tmp_path: Path, fresh_cache: Path
 ) -> None:
     """An optional tensor is missing in every layer, and libmtmd follows a null pointer."""
     file = mutants.Gguf(mmproj_path)
@@ -247,7 +247,7 @@ def test_a_tower_that_crashes_libmtmd_is_refused_at_launch(
 
     async def main() -> None:
         with pytest.raises(BadModel, match=r"signal 11 while it loaded .*trying bad\.gguf"):
-            async with frameshard.launch(model_path, mmproj=str(path), device="cpu", n_ctx=256, n_parallel=1):
+            async with frameshard.launch(shallow_model, mmproj=str(path), device="cpu", n_ctx=256, n_parallel=1):
                 pass
 
     trio.run(main)
@@ -277,8 +277,8 @@ def test_a_tower_is_tried_once_for_a_device(
     assert len(list(fresh_cache.iterdir())) == 3
 
 
-def test_the_cpu_sees_too_and_a_cancel_ends_an_encode(model_path: Path, mmproj_path: Path) -> None:
-    with engine(model_path, mmproj=str(mmproj_path), n_ctx=1024, n_parallel=1) as child:
+def test_the_cpu_sees_too_and_a_cancel_ends_an_encode(shallow_model: Path, mmproj_path: Path) -> None:
+    with engine(shallow_model, mmproj=str(mmproj_path), n_ctx=1024, n_parallel=1) as child:
         assert child.run(QUESTION, images=[picture(1)], params=SEEN)[-1]["ev"] == "done"
         job = child.submit(QUESTION, images=[picture(2)], params=SEEN)
         child.wait_for("started", job=job)

@@ -34,11 +34,11 @@ def shortened(name: str, directory: Path) -> str:
     return str(path)
 
 
-def test_the_six_traces_play_and_no_lease_is_broken(own_model: Path, tmp_path: Path) -> None:
+def test_the_six_traces_play_and_no_lease_is_broken(own_shallow_model: Path, tmp_path: Path) -> None:
     picture = tmp_path / "six.png"
     result = simulate(
         *(shortened(name, tmp_path) for name in trace.names()),
-        "--model", str(own_model), "--device", "emulated:4", "--speed", "8", "--json",
+        "--model", str(own_shallow_model), "--device", "emulated:4", "--speed", "8", "--json",
         "--scheduling-mode", "prioritize_compute", "--plot", str(picture),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -64,7 +64,7 @@ def test_the_six_traces_play_and_no_lease_is_broken(own_model: Path, tmp_path: P
 
 
 @in_trio
-async def test_a_conversation_goes_on_where_it_was(model_path: Path) -> None:
+async def test_a_conversation_goes_on_where_it_was(shallow_model: Path) -> None:
     """The sidecar is parked and hibernated during an answer, and the answer does not change. After hibernation the
     conversation is prefilled in other chunks, so of later questions only the prompt must be the same."""
     asks = (
@@ -81,7 +81,7 @@ async def test_a_conversation_goes_on_where_it_was(model_path: Path) -> None:
 
     async def played(events: Sequence[trace.Event]) -> Recording:
         async with frameshard.launch(
-            model_path, device="emulated:2", n_ctx=512, n_parallel=1, n_threads=1, mode="stream_only"
+            shallow_model, device="emulated:2", n_ctx=512, n_parallel=1, n_threads=1, mode="stream_only"
         ) as client:
             recording = await play(client, trace.Trace("away", "", 3.0, 8192, tuple(events)))
             assert recording.problems == []
@@ -107,8 +107,8 @@ def test_wrong_use_is_typed(args: tuple[str, ...]) -> None:
     assert json.loads(result.stdout)["error"]["name"] == "bad_argument"
 
 
-def test_a_device_without_vram_is_refused(model_path: Path) -> None:
-    result = simulate("menu", "--model", str(model_path), "--device", "cpu", "--json")
+def test_a_device_without_vram_is_refused(shallow_model: Path) -> None:
+    result = simulate("menu", "--model", str(shallow_model), "--device", "cpu", "--json")
     assert json.loads(result.stdout)["error"]["name"] == "bad_argument"
 
 
@@ -166,29 +166,29 @@ def test_without_a_limit_no_host_memory_is_too_much() -> None:
 
 
 @in_trio
-async def test_a_script_limits_host_memory(own_model: Path, tmp_path: Path) -> None:
+async def test_a_script_limits_host_memory(own_shallow_model: Path, tmp_path: Path) -> None:
     """The limit is the sidecar's floor and what the script adds, until the script lifts it."""
     events = (
         trace.Host(0.0, 24, deadline_ms=30_000),
         trace.Ask(0.0, "mira", "Who comes there?", 8),
         trace.Host(1.5, None, deadline_ms=30_000),
     )
-    async with frameshard.launch(own_model, device="emulated", n_ctx=512, n_threads=1) as client:
+    async with frameshard.launch(own_shallow_model, device="emulated", n_ctx=512, n_threads=1) as client:
         recording = await play(client, trace.Trace("maps", "", 2.0, 8192, events))
         assert (await client.budget()).host_budget_bytes == 0
     assert recording.problems == []
     limited, lifted = recording.changes
-    assert limited.host_budget_bytes >= recording.host_floor_bytes > own_model.stat().st_size
+    assert limited.host_budget_bytes >= recording.host_floor_bytes > own_shallow_model.stat().st_size
     assert lifted.host_budget_bytes == 0
-    assert all(sample.host_used_bytes > own_model.stat().st_size for sample in recording.samples)
+    assert all(sample.host_used_bytes > own_shallow_model.stat().st_size for sample in recording.samples)
     plot.draw([recording], str(tmp_path / "maps.svg"))
     assert "host, MiB" in (tmp_path / "maps.svg").read_text()
 
 
 @in_trio
-async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_nothing(model_path: Path) -> None:
+async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_nothing(shallow_model: Path) -> None:
     events = (trace.Vram(0.0, 8192), trace.Vram(0.1, 8180, by="page"))
-    async with frameshard.launch(model_path, device="emulated", n_ctx=512) as client:
+    async with frameshard.launch(shallow_model, device="emulated", n_ctx=512) as client:
         before = await client.budget()
         recording = await play(client, trace.Trace("greedy", "", 0.3, 8192, events), as_recorded=True)
         assert (await client.budget()).vram_budget_bytes == before.vram_budget_bytes
