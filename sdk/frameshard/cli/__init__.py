@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import logging
 import os
 import signal
@@ -96,8 +95,10 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def versions() -> str:
+    from importlib import metadata  # takes as long as all else that is imported here
+
     names = ("frameshard", "llama-cpp-python")
-    return "\n".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return "\n".join(f"{name} {metadata.version(name)}" for name in names)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
