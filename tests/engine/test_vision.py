@@ -34,7 +34,8 @@ TOWER = 8 * MIB
 """The VRAM that the language model needs with that context, and the VRAM that the tiny tower needs, both rounded up."""
 
 QUESTION = user("Which word is repeated above?")
-SEEN = {"temperature": 0.0, "max_tokens": 5}
+SEEN = {"temperature": 4.0, "seed": 3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 5}
+"""The likeliest tokens of the shallow model are the same after any image; those that a seed draws are not."""
 
 
 def picture(seed: int, width: int = 224, height: int = 224) -> dict[str, Any]:
@@ -60,8 +61,8 @@ def kept(stats: dict[str, int]) -> int:
 
 
 @pytest.fixture(scope="module")
-def resident(model_path: Path, mmproj_path: Path) -> Iterator[EngineProcess]:
-    with engine(model_path, mmproj=str(mmproj_path), **FIELDS) as child:
+def resident(shallow_model: Path, mmproj_path: Path) -> Iterator[EngineProcess]:
+    with engine(shallow_model, mmproj=str(mmproj_path), **FIELDS) as child:
         yield child
 
 
@@ -74,9 +75,9 @@ def expected(resident: EngineProcess) -> list[list[int]]:
 
 @pytest.mark.parametrize("budget", [FLOOR + TOWER, 48 * MIB, 96 * MIB])  # the least, too little and enough
 def test_any_budget_gives_the_same_answer_within_it(
-    budget: int, model_path: Path, mmproj_path: Path, expected: list[list[int]]
+    budget: int, shallow_model: Path, mmproj_path: Path, expected: list[list[int]]
 ) -> None:
-    with engine(model_path, mmproj=str(mmproj_path), vram_budget_bytes=budget, **FIELDS) as child:
+    with engine(shallow_model, mmproj=str(mmproj_path), vram_budget_bytes=budget, **FIELDS) as child:
         before = child.stats()
         assert answers(child, 1, 2) == expected
         deadline = time.monotonic() + 60
@@ -288,10 +289,10 @@ def test_the_cpu_sees_too_and_a_cancel_ends_an_encode(shallow_model: Path, mmpro
 
 
 def test_shrinks_and_cancels_in_the_middle_of_encodes(
-    model_path: Path, mmproj_path: Path, expected: list[list[int]], tmp_path: Path
+    shallow_model: Path, mmproj_path: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     with engine(
-        model_path, mmproj=str(mmproj_path), vram_budget_bytes=96 * MIB, **{**FIELDS, "device": "emulated:0.5"}
+        shallow_model, mmproj=str(mmproj_path), vram_budget_bytes=96 * MIB, **{**FIELDS, "device": "emulated:0.5"}
     ) as child:
         before = held(child.stats())
         for seed, budget in ((1, 44 * MIB), (2, 96 * MIB)):
