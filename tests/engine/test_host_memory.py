@@ -206,7 +206,7 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
         async with trio.open_nursery() as nursery:
             nursery.start_soon(disturb)
             shrunk.extend(await talk(client, 2))
-            while n_shrinks < 120:
+            while n_shrinks < 100:
                 again.add((await client.ask(LORE * 4, sampling=FEW).completed()).text)
             nursery.cancel_scope.cancel()
         await client.set_budget(vram_mb, host_budget_mb=0)

@@ -24,10 +24,10 @@ CASTLE = user("Who lives in the old castle?")
 
 
 @pytest.fixture(scope="module")
-def pak(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pak(shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with other bytes before and behind the model."""
     path = tmp_path_factory.mktemp("pak") / "game.pak"
-    path.write_bytes(b"\xa5" * OFFSET + model_path.read_bytes() + b"\x5a" * 5000)
+    path.write_bytes(b"\xa5" * OFFSET + shallow_model.read_bytes() + b"\x5a" * 5000)
     return path
 
 
@@ -36,26 +36,26 @@ def part(pak: Path, offset: int, n_bytes: int) -> Path:
 
 
 @pytest.mark.parametrize("device", ["emulated", "cpu"])
-def test_answers_as_the_file_does(device: str, pak: Path, model_path: Path) -> None:
-    packed = part(pak, OFFSET, model_path.stat().st_size)
+def test_answers_as_the_file_does(device: str, pak: Path, shallow_model: Path) -> None:
+    packed = part(pak, OFFSET, shallow_model.stat().st_size)
     budget = 64 << 20 if device == "emulated" else 0  # weights are streamed and resident
     fields = {"device": device, "mode": "stream_only", "vram_budget_bytes": budget, "n_parallel": 1}
     answers = []
-    for path in (model_path, packed):
+    for path in (shallow_model, packed):
         with engine(path, **fields) as child:
             answers.append(ids(child.run(CASTLE)))
     assert answers[0] == answers[1]
     assert len(answers[0]) > 4
 
 
-def test_a_draft_model_may_be_packed_and_a_vision_tower_may_not(pak: Path, model_path: Path) -> None:
-    packed = str(part(pak, OFFSET, model_path.stat().st_size))
+def test_a_draft_model_may_be_packed_and_a_vision_tower_may_not(pak: Path, shallow_model: Path) -> None:
+    packed = str(part(pak, OFFSET, shallow_model.stat().st_size))
     fields = {"device": "emulated", "n_ctx": 256, "n_parallel": 1, "n_threads": 1}
-    with engine(model_path, draft_model=packed, **fields) as child:
+    with engine(shallow_model, draft_model=packed, **fields) as child:
         assert ids(child.run(CASTLE))
     child = EngineProcess()
     try:
-        refused = child.load(model_path, mmproj=packed, **fields)
+        refused = child.load(shallow_model, mmproj=packed, **fields)
         assert refused["error"]["name"] == "unsupported"
         assert "a file of its own" in refused["error"]["message"]
     finally:
@@ -91,9 +91,9 @@ async def test_adapters_may_be_packed(
     assert not list(temporary.rglob("*.gguf"))
 
 
-def test_what_is_wrong_with_a_part(pak: Path, model_path: Path) -> None:
-    n_bytes = model_path.stat().st_size
-    assert read_model(part(pak, OFFSET, n_bytes)).tensors == read_model(model_path).tensors
+def test_what_is_wrong_with_a_part(pak: Path, shallow_model: Path) -> None:
+    n_bytes = shallow_model.stat().st_size
+    assert read_model(part(pak, OFFSET, n_bytes)).tensors == read_model(shallow_model).tensors
     for offset, size, says in (
         (OFFSET, n_bytes + 10_000, "the part ends at byte"),
         (1 << 40, n_bytes, "the part ends at byte"),
@@ -117,8 +117,8 @@ def test_a_file_of_exactly_that_name_is_taken(tmp_path: Path, tiny_model: Callab
     assert read_model(named).arch == "llama"
 
 
-def test_the_command_line_takes_one(pak: Path, model_path: Path) -> None:
-    packed = str(part(pak, OFFSET, model_path.stat().st_size))
+def test_the_command_line_takes_one(pak: Path, shallow_model: Path) -> None:
+    packed = str(part(pak, OFFSET, shallow_model.stat().st_size))
 
     def run(*args: str, said: str = "") -> dict[str, object]:
         command = [sys.executable, "-m", "frameshard", args[0], "--json", "--model", packed, *args[1:]]
