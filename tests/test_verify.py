@@ -45,8 +45,8 @@ def check(rows: list[dict[str, Any]], *, agrees_with_stock: bool = True) -> None
             assert row["ok"], row
 
 
-def test_a_model_at_three_budgets(shallow_model: Path) -> None:
-    result = verify(shallow_model, "floor,30,full")
+def test_smollm2_at_three_budgets(model_path: Path) -> None:
+    result = verify(model_path, "floor,60,full")
     rows = rows_of(result)
     assert result.returncode == 0, result.stderr
     assert [row["mode"] for row in rows] == ["stream_only", "planned"] * 3
