@@ -301,6 +301,15 @@ def test_a_ring_of_one_step_hides_no_copies() -> None:
     assert ttft(1) > 1.7 * ttft(4)
 
 
+def test_the_host_prepares_steps_of_prompts() -> None:
+    """Its time rises with the square of the step, because of the mask. Tokens and drafts use the graph before again."""
+    costs = make_plan(dense(), H100, budget_bytes=6 << 30, fixed_bytes=0)._costs
+    token, drafts, step, double = (costs.at(n_tokens, 512).prepare_s for n_tokens in (1, 8, 2048, 4096))
+    assert token < drafts < 1e-5
+    assert step > 0.01
+    assert double > 2.5 * step
+
+
 def test_large_graphs_have_plans_of_their_own() -> None:
     """The CPU's part in a graph of 512 tokens would take 16 times as long with 8,192 tokens."""
     slow = dataclasses.replace(H100, h2d=1e9)

@@ -352,7 +352,7 @@ class Graph:
         """The time in which the host prepares the graph. Device and copies wait meanwhile."""
         each = n_tokens / n_seq
         mask_s = n_tokens * (each * _COMPARED_S + (n_before + each) * n_seq * _MASKED_S)
-        if each == 1:  # llama.cpp uses the graph of the token before
+        if each == 1 or n_tokens < costs.layout.sizes.prefill_tokens:  # llama.cpp uses the graph before again
             return mask_s
         return mask_s + 4 * n_tokens * costs.layout.model.n_embd / _EMBEDDED + costs.build_s
 
