@@ -220,6 +220,19 @@ class FromDisk:
     computable: Mask
 
 
+class _Beside(NamedTuple):
+    """How the CPU's work and copies go beside each other.
+
+    :param cpu_longer: how much longer the CPU takes while copies run, relative to its time alone.
+    :param copies_longer: the same for copies, while the CPU computes.
+    :param in_turns: the CPU makes the copies itself.
+    """
+
+    cpu_longer: float
+    copies_longer: float
+    in_turns: bool
+
+
 class _Divided(NamedTuple):
     """The work of a graph, divided between the device, the CPU and copies. Shards are in the order of use.
 
@@ -261,8 +274,7 @@ class Graph:
         self.prepare_s = self._prepare(costs, n_tokens, n_before, n_seq)
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.conditions.turn_s + activations
-        self._slowdowns = profile.slowdowns(shards.main_type)
-        self._cpu_copies = profile.cpu_copies
+        self._beside = _Beside(*profile.slowdowns(shards.main_type), profile.cpu_copies)
         share = costs.resident_share
         self.memory_s = (float((self.fetched * (1 - share)).sum()) + self.host_kv.n_bytes) / profile.memory
 
@@ -367,14 +379,14 @@ class Graph:
         """
         share, missing = costs.resident_share, costs.experts.missing
         uncached = 1 - cached
-        single_rate = costs.profile.copy_rate(costs.experts.matrix_bytes) / (1 + self._slowdowns[1])
+        single_rate = costs.profile.copy_rate(costs.experts.matrix_bytes) / (1 + self._beside.copies_longer)
         there_s = (touched / single_rate + self.on_device) * (1 - share) * uncached
-        here_s = (1 + self._slowdowns[0]) * costs.conditions.cpu_factor * self.on_host * (1 - share) * uncached
+        here_s = (1 + self._beside.cpu_longer) * costs.conditions.cpu_factor * self.on_host * (1 - share) * uncached
         any_s = np.where(missing, costs.meetings_s * (1 - share), 0.0)
         both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
         # The device uses one share for all sizes of graphs: the best one for a single token.
         balanced = float((here_s + any_s)[missing].sum()) / both_s
-        if costs.profile.cpu_copies:  # in turns, so all go the faster way
+        if self._beside.in_turns:  # so all go the faster way
             balanced = float((here_s + any_s)[missing].sum() > there_s[missing].sum())
         self.expert_stream_share = min(max(balanced, 0.0), 1.0) if n_tokens == 1 else costs.stream_share
         left = 1 - self.expert_stream_share
@@ -387,7 +399,7 @@ class Graph:
         self._computed_s = np.where(missing, any_s + here_s * left, self._computed_s)
         self._computed_bytes = self._computed_bytes * np.where(missing, left, 1.0)
         sent_s = there_s * self.expert_stream_share
-        missing_s = self._computed_s + sent_s if costs.profile.cpu_copies else np.maximum(self._computed_s, sent_s)
+        missing_s = self._computed_s + sent_s if self._beside.in_turns else np.maximum(self._computed_s, sent_s)
         cpu_s = np.where(missing, missing_s, cpu_s)
         return cpu_s, on_device_s, turns, copied_s
 
@@ -434,7 +446,7 @@ class Graph:
         chain = float(turns.sum()) + self._always_s + work.host_s * work.host_slower
         singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
         singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
-        copying = work.copy_s + singly + (work.host_s if self._cpu_copies else 0.0)
+        copying = work.copy_s + singly + (work.host_s if self._beside.in_turns else 0.0)
         each_s = turns + np.where(cpu, self._cpu_s * work.host_slower, 0.0)
         # The link is not free for other copies while single experts are copied.
         taken = self._streamed_singly * self._expert_copy_s * np.where(cpu, self.expert_stream_share, streamed)
@@ -445,7 +457,7 @@ class Graph:
         # Copies run ahead while a streamed shard is used, and further until the next one is needed. If the copy of that
         # one is not complete then, the device waits for it.
         starts = np.flatnonzero(streamed)
-        meanwhile = np.maximum((turns if self._cpu_copies else each_s) - taken, 0.0)
+        meanwhile = np.maximum((turns if self._beside.in_turns else each_s) - taken, 0.0)
         uses = meanwhile[starts] + self._always_s / len(starts)
         gaps = np.add.reduceat(meanwhile, starts) - meanwhile[starts]
         gaps[-1] += meanwhile[: starts[0]].sum()
@@ -476,8 +488,8 @@ class Graph:
         turns = np.where(cpu, self._shared_s + handoffs * self.handoff_s, self._device_s)
         # Copies and the CPU share host memory. Each is slowed down for the share of time in which the other works.
         both_s = max(copy_s, float(turns.sum()) + self._always_s + host_s)
-        host_slower = 1 + self._slowdowns[0] * min(copy_s / both_s, 1.0)
-        copy_slower = 1 + self._slowdowns[1] * host_s / both_s
+        host_slower = 1 + self._beside.cpu_longer * min(copy_s / both_s, 1.0)
+        copy_slower = 1 + self._beside.copies_longer * host_s / both_s
         return _Divided(cpu, streamed, copy_s, host_s, turns, host_slower, copy_slower)
 
     def _held_up(self, free_s: float, kv_copy_s: float) -> float:
