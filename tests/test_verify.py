@@ -66,7 +66,7 @@ def test_a_slow_link_sends_work_to_the_cpu_and_changes_no_answer(shallow_model: 
 
 
 def test_mixture_of_experts(shallow_moe: Path) -> None:
-    result = verify(shallow_moe, "floor,200", "--prompt", "64")
+    result = verify(shallow_moe, "floor,70", "--prompt", "64")
     rows = rows_of(result)
     assert result.returncode == 0, result.stderr
     assert len(rows) == 4
