@@ -23,7 +23,7 @@ extern "C" {
 #define FSD_API __attribute__((visibility("default")))
 #endif
 
-#define FSD_INTERFACE_VERSION 10
+#define FSD_INTERFACE_VERSION 11
 
 typedef enum {
     FSD_OK = 0,
@@ -151,6 +151,11 @@ FSD_API fsd_status fsd_commit(void);
  * them. Otherwise they fail with GGML_STATUS_ALLOC_FAILED, and refused_graph_bytes says what they needed; a budget that has no
  * room for a running graph ends it with GGML_STATUS_ABORTED. Call it once the context exists. */
 FSD_API fsd_status fsd_set_floor_graphs(uint64_t bytes);
+
+/* While on, llama_decode returns once its graph has started, so that the next step of a prompt is prepared while this one runs.
+ * Whatever needs the device waits for the graph. If it fails, the next graph fails with the same status instead, so the last
+ * step runs with this off; fsd_end_graph waits for a graph and forgets its failure. Such decodes must not ask for logits. */
+FSD_API fsd_status fsd_set_async(int on);
 
 /* To be called after each decode, once its results were read: until then a smaller budget may have to wait for them. */
 FSD_API fsd_status fsd_end_graph(void);

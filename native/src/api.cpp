@@ -150,6 +150,12 @@ fsd_status fsd_end_graph(void) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.end_graph();
+    d.async_failure = GGML_STATUS_SUCCESS;
+    return FSD_OK;
+}
+
+fsd_status fsd_set_async(int on) {
+    device().async.store(on != 0);
     return FSD_OK;
 }
 

@@ -352,13 +352,13 @@ void Device::drop_graphs() {
 void Device::end_graph() {
     for (Buffer *b : buffers) {
         if (b->graph) {
-            b->graph->in_use = false;
+            b->graph->end_use();
         }
     }
 }
 
 bool Device::graph_in_use() const {
-    return std::any_of(buffers.begin(), buffers.end(), [](const Buffer *b) { return b->graph && b->graph->in_use; });
+    return std::any_of(buffers.begin(), buffers.end(), [](const Buffer *b) { return b->graph && b->graph->in_use(); });
 }
 
 bool Device::graphs_fit(uint64_t budget) const {

@@ -14,6 +14,7 @@
 #include "counters.h"
 #include "expert_products.h"
 #include "frameshard_device.h"
+#include "graph_thread.h"
 #include "host_ledger.h"
 #include "kv_store.h"
 #include "latest_graphs.h"
@@ -59,8 +60,13 @@ struct Device {
     Plan plan;
     ProgramCache programs;
     LatestGraphs<std::vector<GraphMemory *>> memories; // compute buffers
+    ggml_status async_failure = GGML_STATUS_SUCCESS;   // of the latest asynchronous graph: the next graph fails with it
+
+    // For run_graph.
+    std::unique_ptr<GraphThread> graph_thread; // null: there was no asynchronous graph yet
 
     // Any thread.
+    std::atomic<bool> async{false}; // graphs run in graph_thread: run_graph returns when they have started
     Ledger ledger;
     HostLedger host;
     std::atomic<bool> abort{false};

@@ -504,8 +504,12 @@ ggml_status Executor::give_back(Segment &s) {
 
 } // namespace
 
-ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
-    std::lock_guard<std::mutex> graph_lock(d.graph_mutex);
+// Whether a graph can start now; takes memory for it. The caller holds the graph mutex.
+static ggml_status begin_graph(Device &d, const ggml_cgraph *graph) {
+    const ggml_status before = std::exchange(d.async_failure, GGML_STATUS_SUCCESS);
+    if (before != GGML_STATUS_SUCCESS) {
+        return before;
+    }
     if (!d.committed) {
         GGML_LOG_ERROR("frameshard: a graph was run before fsd_commit\n");
         return GGML_STATUS_FAILED;
@@ -526,6 +530,11 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
             return GGML_STATUS_ALLOC_FAILED;
         }
     }
+    return GGML_STATUS_SUCCESS;
+}
+
+// Runs a graph that has its memory. The caller holds the graph mutex.
+static ggml_status run_begun(Device &d, const ggml_cgraph *graph) {
     d.arena.finish_fills();
     d.balance_host();
     d.counters.update([&](fsd_stats &c) { c.graphs++; });
@@ -534,6 +543,29 @@ ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
         d.inner.lacks_workspaces.store(false);
     }
     return status == GGML_STATUS_ABORTED && d.must_stop() ? d.give_way() : status;
+}
+
+// For GraphThread. The mutex stays locked from the start to the end: whoever needs the device waits.
+static void run_async(Device &d, const ggml_cgraph *graph, const GraphThread::Started &started) {
+    std::lock_guard<std::mutex> graph_lock(d.graph_mutex);
+    const ggml_status status = begin_graph(d, graph);
+    started(status);
+    if (status == GGML_STATUS_SUCCESS) {
+        d.async_failure = run_begun(d, graph);
+    }
+}
+
+ggml_status run_graph(Device &d, const ggml_cgraph *graph) {
+    if (d.async.load()) {
+        if (!d.graph_thread) {
+            d.graph_thread = std::make_unique<GraphThread>(
+                [&d](const ggml_cgraph *copy, const auto &started) { run_async(d, copy, started); });
+        }
+        return d.graph_thread->start(graph);
+    }
+    std::lock_guard<std::mutex> graph_lock(d.graph_mutex);
+    const ggml_status status = begin_graph(d, graph);
+    return status == GGML_STATUS_SUCCESS ? run_begun(d, graph) : status;
 }
 
 } // namespace fsd

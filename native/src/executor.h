@@ -8,7 +8,8 @@
 
 namespace fsd {
 
-// Runs a graph. It returns when the last segment is queued; Device::synchronize waits for its results.
+// Runs a graph. It returns when the last segment is queued, or while Device::async is set when the graph has started;
+// ggml's synchronize waits for its results. For one thread.
 ggml_status run_graph(Device &d, const ggml_cgraph *graph);
 
 } // namespace fsd

@@ -10,11 +10,22 @@ namespace fsd {
 static constexpr size_t kNotWorthwhile = 1 << 20;
 
 void GraphMemory::add(size_t at, size_t bytes) {
+    std::lock_guard<std::mutex> lock(adding_mutex_);
     if (!adding_) {
         tensors_.clear();
-        adding_ = in_use = true;
+        adding_ = in_use_ = true;
     }
     tensors_.emplace_back(at, at + bytes);
+}
+
+bool GraphMemory::in_use() const {
+    std::lock_guard<std::mutex> lock(adding_mutex_);
+    return in_use_;
+}
+
+void GraphMemory::end_use() {
+    std::lock_guard<std::mutex> lock(adding_mutex_);
+    in_use_ = false;
 }
 
 // Merges the tensors, many of which share memory, into extents, and places these one after the other.
@@ -51,10 +62,12 @@ bool GraphMemory::take(Inner &inner, Ledger &ledger, size_t bytes) {
 }
 
 bool GraphMemory::fits(const Inner &inner, size_t &needed) {
-    if (adding_) {
-        pack(ggml_backend_buft_get_alignment(inner.buffer_type()));
-        adding_ = false;
-        lost_input = false;
+    {
+        std::lock_guard<std::mutex> lock(adding_mutex_);
+        if (std::exchange(adding_, false)) {
+            pack(ggml_backend_buft_get_alignment(inner.buffer_type()));
+            lost_input = false;
+        }
     }
     if (packed_ == 0) {
         return true;

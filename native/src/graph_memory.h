@@ -7,19 +7,21 @@
 
 #include "ledger.h"
 
+#include <mutex>
 #include <utility>
 #include <vector>
 
 namespace fsd {
 
-// All methods need the caller to hold the graph mutex.
+// Methods need the caller to hold the graph mutex, unless they are for any thread: llama.cpp may lay out the next graph while
+// one runs.
 class GraphMemory {
   public:
     GraphMemory() = default;
     GraphMemory(const GraphMemory &) = delete;
     GraphMemory &operator=(const GraphMemory &) = delete;
 
-    // A tensor of the next graph, by its place in the buffer. All of a graph are added before it is used.
+    // [any thread] A tensor of the next graph, by its place in the buffer. All of a graph are added before it is used.
     void add(size_t at, size_t bytes);
     // Whether there is VRAM for the graph whose tensors were added last, and not much more. Otherwise `needed` gets the
     // bytes for take().
@@ -37,8 +39,11 @@ class GraphMemory {
     size_t least_bytes() const { return least_; }
     uint64_t version() const { return version_; } // compiled programs with another one are no longer right
 
+    // [any thread] Whether the time is between the first tensor of a graph and end_use(), when its results were read.
+    bool in_use() const;
+    void end_use();
+
     bool lost_input = false; // bytes were written while there was no VRAM: the graph in use cannot run
-    bool in_use = false;     // between the first tensor of a graph and the moment when its results were read
 
   private:
     struct Extent {
@@ -47,11 +52,13 @@ class GraphMemory {
 
     void pack(size_t alignment);
 
+    mutable std::mutex adding_mutex_;                // guards these three
     std::vector<std::pair<size_t, size_t>> tensors_; // begin and end
     bool adding_ = false;                            // they are not packed yet
-    std::vector<Extent> extents_;                    // of the graph in use, ascending
-    size_t packed_ = 0;                              // bytes of all extents
-    size_t least_ = 0;                               // that a graph has taken; 0: there was none
+    bool in_use_ = false;
+    std::vector<Extent> extents_; // of the graph in use, ascending
+    size_t packed_ = 0;           // bytes of all extents
+    size_t least_ = 0;            // that a graph has taken; 0: there was none
     InnerBuffer storage_;
     uint64_t version_ = 0;
 };

@@ -64,11 +64,16 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
         return GGML_STATUS_SUCCESS;
     }
     Device &d = device();
-    std::lock_guard<std::mutex> lock(d.graph_mutex);
     const size_t at = (size_t)((char *)t->data - c->base);
+    const size_t bytes = ggml_backend_buft_get_alloc_size(d.inner.buffer_type(), t);
+    if (c->graph) { // a graph may run meanwhile
+        c->graph->add(at, bytes);
+        return GGML_STATUS_SUCCESS;
+    }
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
     if (b->usage == GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
-        c->graph = c->graph ? std::move(c->graph) : std::make_unique<GraphMemory>();
-        c->graph->add(at, ggml_backend_buft_get_alloc_size(d.inner.buffer_type(), t));
+        c->graph = std::make_unique<GraphMemory>();
+        c->graph->add(at, bytes);
     } else if (c->weights) {
         d.weights.add(t);
     } else if (c->late) {

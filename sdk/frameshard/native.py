@@ -28,7 +28,7 @@ CPU = 2
 EMULATED = "emulated"
 
 LLAMA_CPP_PYTHON = "0.3.36"
-INTERFACE_VERSION = 10
+INTERFACE_VERSION = 11
 
 
 class _Config(ctypes.Structure):
@@ -708,6 +708,11 @@ class ShardDevice:
         """Sets how many bytes of llama.cpp's compute buffers the floor has room for. Larger graphs run while the budget
         has room for them. Call it once the context exists."""
         self._check(self._lib.fsd_set_floor_graphs(ctypes.c_uint64(n_bytes)))
+
+    def set_async(self, on: bool) -> None:
+        """While ``on``, llama_decode returns once its graph has started. If that fails, the next llama_decode fails in
+        its place; :meth:`end_graph` waits for it and forgets its failure."""
+        self._check(self._lib.fsd_set_async(ctypes.c_int(on)))
 
     def end_graph(self) -> None:
         """Call it after each decode, once its results were read: a smaller budget may wait for that."""

@@ -162,7 +162,7 @@ class Net {
     }
 
     // Computes the prepared graph. A second call has the same result, because it writes the same KV cells.
-    ggml_status compute(std::vector<float> &result) {
+    ggml_status compute() {
         std::vector<int32_t> ids(batch.n);
         std::vector<int64_t> at(batch.n);
         for (int i = 0; i < batch.n; i++) {
@@ -171,7 +171,11 @@ class Net {
         }
         ggml_backend_tensor_set(tokens, ids.data(), 0, ggml_nbytes(tokens));
         ggml_backend_tensor_set(rows, at.data(), 0, ggml_nbytes(rows));
-        const ggml_status status = ggml_backend_graph_compute(backend, graph);
+        return ggml_backend_graph_compute_async(backend, graph);
+    }
+
+    ggml_status compute(std::vector<float> &result) {
+        const ggml_status status = compute();
         if (status == GGML_STATUS_SUCCESS) {
             result.resize(ggml_nelements(logits));
             ggml_backend_tensor_get(logits, result.data(), 0, ggml_nbytes(logits));
@@ -407,6 +411,20 @@ struct Session {
         }
     }
 
+    // The same, and prepares each batch while the one before is computed. Only the last result is checked, which follows from
+    // all before.
+    void check_asynchronous_conversation() {
+        net->forget();
+        for (size_t i = 0; i + 1 < conversation.size(); i++) {
+            net->prepare(conversation[i]);
+            CHECK(fsd_set_async(1) == FSD_OK);
+            CHECK(net->compute() == GGML_STATUS_SUCCESS);
+            CHECK(fsd_set_async(0) == FSD_OK);
+        }
+        check_decode(conversation.size() - 1);
+        CHECK(fsd_end_graph() == FSD_OK);
+    }
+
     void check_ledger() {
         const fsd_stats s = stats();
         CHECK(s.used_bytes <= s.budget_bytes);
@@ -553,6 +571,20 @@ SCENARIO(placements_do_not_change_the_result) {
     CHECK(stats().cpu_segments > 0 && stats().copies > 0);
 }
 
+SCENARIO(asynchronous_graphs_compute_the_same) {
+    Session s(config_of(0));
+    s.commit();
+    std::mt19937 random(5);
+    for (int i = 0; i < 40; i++) {
+        s.set_random_plan(random);
+        CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
+        CHECK(fsd_fill(i % 4 ? UINT64_MAX : kPieceBytes, nullptr) == FSD_OK);
+        s.check_asynchronous_conversation();
+        s.check_ledger();
+    }
+    CHECK(stats().cpu_segments > 0 && stats().copies > 0);
+}
+
 // Copies of a few KiB would wait behind copies of weights. So kernels read results of the CPU from host memory, where
 // the device can do that.
 SCENARIO(what_the_cpu_has_computed_takes_no_turn_on_the_link) {
@@ -637,7 +669,7 @@ SCENARIO(figures_are_of_one_moment_while_graphs_run) {
     CHECK(graphs.size() > 1 && beside.size() == 1);
 }
 
-void change_budgets_while_graphs_run(bool placements, unsigned seed, bool one_queue = false) {
+void change_budgets_while_graphs_run(bool placements, unsigned seed, bool one_queue = false, bool async = false) {
     fsd_config config = config_of(0);
     config.emulated_link_gbps = 4; // makes copies take as long as the computation
     Session s(config);
@@ -676,11 +708,17 @@ void change_budgets_while_graphs_run(bool placements, unsigned seed, bool one_qu
         if (placements) {
             s.set_random_plan(random);
         }
-        s.check_conversation(&random, [&] {
+        const auto fill = [&] {
             if (random() % 2) {
                 CHECK(fsd_fill(random() % 2 ? UINT64_MAX : 2 * kPieceBytes, nullptr) == FSD_OK);
             }
-        });
+        };
+        if (async) {
+            s.check_asynchronous_conversation();
+            fill();
+        } else {
+            s.check_conversation(&random, fill);
+        }
     }
     changer.join();
     s.check_conversation();
@@ -692,6 +730,8 @@ void change_budgets_while_graphs_run(bool placements, unsigned seed, bool one_qu
 SCENARIO(budget_changes_while_streamed_graphs_run) { change_budgets_while_graphs_run(false, 3); }
 
 SCENARIO(budget_changes_while_placed_graphs_run) { change_budgets_while_graphs_run(true, 4); }
+
+SCENARIO(budget_changes_while_asynchronous_graphs_run) { change_budgets_while_graphs_run(true, 5, false, true); }
 
 // A thread makes the copies, of experts in the cache too, whose slots get other experts meanwhile.
 SCENARIO(budget_changes_while_a_thread_copies) { change_budgets_while_graphs_run(true, 5, true); }
@@ -879,6 +919,42 @@ SCENARIO(abort_stops_a_graph_in_the_middle) {
         s.check_decode(1);
     }
     s.check_decode(2);
+    s.check_ledger();
+}
+
+SCENARIO(the_failure_of_an_asynchronous_graph_is_that_of_the_next) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 0.05; // a graph takes 0.1 s
+    Session s(config);
+    s.commit();
+    CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
+    s.check_decode(0);
+    uint64_t begin = stats().steps;
+    s.check_decode(1);
+    const uint64_t steps = stats().steps - begin;
+    std::vector<float> logits;
+    bool in_the_middle = false;
+    for (int tries = 0; !in_the_middle && tries < 100;
+         tries++) { // on a busy machine the abort may come after the last step
+        s.net->forget();
+        s.check_decode(0);
+        begin = stats().steps;
+        s.net->prepare(s.conversation[1]);
+        CHECK(fsd_set_async(1) == FSD_OK && s.net->compute() == GGML_STATUS_SUCCESS);
+        s.net->prepare(s.conversation[2]); // does not wait
+        CHECK(fsd_set_async(0) == FSD_OK && fsd_set_abort(1) == FSD_OK);
+        ggml_backend_synchronize(s.backend);
+        in_the_middle = stats().steps - begin < steps;
+        CHECK(fsd_set_abort(0) == FSD_OK);
+        if (tries % 2 == 0) {
+            CHECK(fsd_end_graph() == FSD_OK); // forgets the failure
+            in_the_middle = false;
+        }
+        const bool aborted = s.net->compute(logits) == GGML_STATUS_ABORTED;
+        CHECK(aborted == in_the_middle);
+        s.check_asynchronous_conversation(); // a failure is told once
+    }
+    CHECK(in_the_middle);
     s.check_ledger();
 }
 

@@ -20,7 +20,7 @@ from frameshard.plan.ladder import make_ladder
 from frameshard.plan.layout import Layout, lay_out
 from frameshard.plan.memory import DRIVER_BYTES, Context, estimate_context, estimate_steps, fixed_vram
 from frameshard.plan.model import Model, Shard, read_model
-from frameshard.plan.plans import Mode, Plan, make_plan, plan_workload
+from frameshard.plan.plans import GraphSize, Mode, Plan, make_plan, plan_workload
 from frameshard.plan.profile import Profile
 from frameshard.plan.roofline import least_seconds
 from frameshard.plan.steps import Steps
@@ -295,7 +295,7 @@ def test_a_ring_of_one_step_hides_no_copies() -> None:
             mode="stream_only",
             n_ubatch=n_tokens,
         )
-        return plan.predicted_ttft(n_tokens) - plan._prompts.costs(n_tokens).at(n_tokens, 0).prepare_s
+        return plan.predicted_ttft(n_tokens) - plan._prompts.costs(n_tokens).at(n_tokens, 0).preparation.behind(0.0)
 
     assert ttft(4) == pytest.approx(layout.arena_bytes / H100.h2d, rel=0.15)
     assert ttft(1) > 1.7 * ttft(4)
@@ -304,10 +304,19 @@ def test_a_ring_of_one_step_hides_no_copies() -> None:
 def test_the_host_prepares_steps_of_prompts() -> None:
     """Its time rises with the square of the step, because of the mask. Tokens and drafts use the graph before again."""
     costs = make_plan(dense(), H100, budget_bytes=6 << 30, fixed_bytes=0)._costs
-    token, drafts, step, double = (costs.at(n_tokens, 512).prepare_s for n_tokens in (1, 8, 2048, 4096))
+    token, drafts, step, double = (costs.at(n_tokens, 512).preparation.behind(0.0) for n_tokens in (1, 8, 2048, 4096))
     assert token < drafts < 1e-5
     assert step > 0.01
     assert double > 2.5 * step
+
+
+def test_the_next_step_is_prepared_while_one_is_computed() -> None:
+    plan = make_plan(dense(), H100, budget_bytes=6 << 30, fixed_bytes=0, n_ubatch=2048)
+    preparation = plan._prompts.costs(2048).at(2048, 2048).preparation
+    alone_s = plan.uncorrected_s("prompt", [GraphSize(2048, 2048, 1)])
+    behind_s = plan.predicted_ttft(4096) - plan.predicted_ttft(2048)
+    assert alone_s - behind_s == pytest.approx(preparation.ahead_s)
+    assert preparation.ahead_s > preparation.then_s > 0.001
 
 
 def test_large_graphs_have_plans_of_their_own() -> None:

@@ -272,10 +272,10 @@ def _practise(runtime: Runtime, parallel: int, words: list[int]) -> bool:
         return False
     _fill_up(runtime)
     for i in range(GROUP):
+        runtime.decoded.clear()
         start = time.perf_counter()
         _decode(runtime, parallel, words, 1 + i)
-        if runtime.decoded is not None:
-            placement.rates.observe(placement.plan, runtime.decoded, time.perf_counter() - start)
+        placement.rates.observe(placement.plan, runtime.decoded, time.perf_counter() - start)
     return placement.learn()
 
 

@@ -66,6 +66,7 @@ from frameshard.errors import (
     Overloaded,
     internal,
 )
+from frameshard.plan.plans import GraphSize
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 
@@ -76,6 +77,9 @@ TURN_DECODES = 8
 """If jobs with different sets of adapters generate, one set is decoded so many times before the next one."""
 
 RATE_WINDOW_S = 2.0
+READ_S = 0.3
+"""Parts of a prompt follow each other at once for so many seconds, if each takes less than that."""
+
 LONG_PROMPT = 1024
 """The progress of a prompt is reported from so many tokens on."""
 
@@ -216,19 +220,19 @@ class Batcher:
         can_repeat = picture is None and self._runtime.llama.can_trim and self._draft is None
         if not self._in_flight.begin(jobs, can_repeat=can_repeat):
             return events
-        part = self._part(prefilling, at) if prefilling.prefilling else []
+        reading = prefilling.prefilling
         batch: list[tuple[Job, list[int]]] = []
         outputs: list[int] = []
         failure: DecodeAborted | FrameshardError | None = None
         encoded = False
         try:
-            if picture is None:
-                batch = [(prefilling, part)] if prefilling.prefilling else self._batch_with_drafts(jobs)
-                rows = "last" if prefilling.prefilling else "all"
-                outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, rows) for job, tokens in batch])
+            if picture is not None:
+                encoded = self._see(picture, prefilling, at)
+            elif reading:
+                outputs = self._read(prefilling, at)
             else:
-                encoded = self._see(picture, job_slot(prefilling), at)
-                outputs = [-1]  # text follows an image
+                batch = self._batch_with_drafts(jobs)
+                outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, "all") for job, tokens in batch])
         except (DecodeAborted, ContextOverflow) as error:
             failure = error
         except BudgetBelowFloor as error:
@@ -256,10 +260,7 @@ class Batcher:
             done = sum(each.embedding is not None for each in prefilling.pictures.values())
             return [em.Progress(prefilling.id, "encode", done, len(prefilling.pictures))]
         now = time.monotonic()
-        if prefilling.prefilling:
-            kept, _ = prefilling.shapes.popleft()
-            self._keep(job_slot(prefilling), part, kept)
-            self._prompt_tokens += kept
+        if reading:
             if prefilling.pictures or len(prefilling.to_prefill) >= LONG_PROMPT:
                 events.append(
                     em.Progress(prefilling.id, "prefill", len(job_slot(prefilling).tokens), len(prefilling.to_prefill))
@@ -303,7 +304,43 @@ class Batcher:
                     raise FrameshardError("the device computes NaN or infinity where it computed numbers before")
         return events
 
-    def _see(self, picture: Picture, slot: Slot, at: int) -> bool:
+    def _read(self, job: Job, at: int) -> list[int]:
+        """Prefills the next part of a prompt, which is at index ``at``. If nothing else is to be done, further ones
+        follow, each of which is prepared while the one before runs.
+
+        :returns: the row of logits of the prompt's last token; none if the prompt goes on.
+        """
+        slot, ends_at = job_slot(job), time.monotonic() + READ_S
+        unsure: collections.deque[tuple[Shape, list[int]]] = collections.deque()  # parts that may still fail
+        try:
+            while True:
+                part = self._part(job, at)
+                unsure.append((job.shapes.popleft(), part))
+                at += len(part)
+                ahead = time.monotonic() < ends_at and self._reads_on(job, unsure[-1][0], at)
+                rows = Rows(slot.seq, part, "none" if job.shapes else "last")
+                outputs = self._runtime.decode([rows], ahead=ahead)
+                while len(unsure) > ahead:
+                    (kept, _), tokens = unsure.popleft()
+                    self._keep(slot, tokens, kept)
+                    self._prompt_tokens += kept
+                if not ahead:
+                    return outputs
+        finally:
+            job.shapes.extendleft(shape for shape, _ in reversed(unsure))
+
+    def _reads_on(self, job: Job, shape: Shape, at: int) -> bool:
+        """Whether the next part of a prompt, at index ``at``, may follow one of this shape at once. Commands, progress
+        and jobs of the same priority wait for the end of both."""
+        placement, (kept, decoded) = self._runtime.placement, shape
+        alone = not self._queued and self._running() == [job] and not self._in_flight.others_wait
+        if placement is None or placement.gpu_busy_s or not alone or job.gave_way:
+            return False
+        if not job.shapes or at in job.pictures or kept < decoded:
+            return False
+        return placement.plan.uncorrected_s("prompt", [GraphSize(kept, at - kept, 1)]) < READ_S
+
+    def _see(self, picture: Picture, job: Job, at: int) -> bool:
         """Encodes the picture; if it is already encoded, prefills it.
 
         :returns: true if it was encoded.
@@ -312,8 +349,12 @@ class Batcher:
         if picture.embedding is None:
             self._vision.encode(picture)
             return True
+        slot, part = job_slot(job), self._part(job, at)
         self._vision.decode(slot.seq, picture)
         slot.pictures.append((at, picture.n_tokens, picture.n_pos))
+        kept, _ = job.shapes.popleft()
+        self._keep(slot, part, kept)
+        self._prompt_tokens += kept
         return False
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ class InFlight:
         self._jobs: frozenset[int] = frozenset()
         self._interrupted: set[int] = set()
         self._gives_way_to = math.inf  # the least priority of a job for which the decode is aborted
+        self.others_wait = False
+        """A job has come since the decode began, for which it is not aborted."""
 
     @property
     def running(self) -> bool:
@@ -39,7 +41,7 @@ class InFlight:
             ids = frozenset(job.id for job in jobs)
             if ids <= self._interrupted:
                 return False
-            self._jobs, self._gives_way_to = ids, math.inf
+            self._jobs, self._gives_way_to, self.others_wait = ids, math.inf, False
             if can_repeat and not any(job.gave_way for job in jobs):
                 self._gives_way_to = 1 + max(job.priority for job in jobs)
             return True
@@ -63,6 +65,8 @@ class InFlight:
         with self._lock:
             if self._jobs and priority >= self._gives_way_to:
                 self._abort()
+            else:
+                self.others_wait = True
 
     def forget(self, job_id: int) -> None:
         """Forgets the interrupt of a job that has ended."""

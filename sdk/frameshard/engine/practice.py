@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from frameshard.native import Stats
 from frameshard.plan import corrections
@@ -81,16 +81,17 @@ class Practice:
         self._seconds: list[float] = []
         self._due_at = 0.0
 
-    def observe(self, plan: Plan, graph: GraphSize, seconds: float) -> None:
-        """Takes the time of one graph.
+    def observe(self, plan: Plan, graphs: Sequence[GraphSize], seconds: float) -> None:
+        """Takes the time of one graph, or of steps of a prompt that followed each other.
 
         :param plan: the plan in force, with all weights resident that it makes so.
         :param seconds: with sampling, until the next graph can begin.
         """
+        graph = graphs[-1]
         work: Work = "decode" if graph.n_tokens == graph.n_seq else "prompt"
         if work == "decode" and time.monotonic() < self._due_at:
             return
-        if work == "prompt" and (graph.n_seq > 1 or graph.n_tokens < _LEAST_PROMPT):
+        if work == "prompt" and (graph.n_seq > 1 or graphs[0].n_tokens < _LEAST_PROMPT):
             return
         kind = Kind.of(work, graph.n_context)
         if plan is not self._plan or kind != self._kind:
@@ -102,7 +103,7 @@ class Practice:
             self._cpu.note(seconds)
             if len(self._seconds) < GROUP:
                 return
-        ratio = statistics.median(self._seconds) / plan.uncorrected_s(work, graph)
+        ratio = statistics.median(self._seconds) / plan.uncorrected_s(work, graphs)
         self.corrections = self.corrections.with_ratio(kind, ratio)
         self._cpu.compare(plan, graph)
         if abs(math.log(self._cpu.factor / self.corrections.cpu_factor)) > _CPU_CHANGED:

@@ -238,7 +238,7 @@ class Engine:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
             self._replanner.want()
         prefilling = batcher.prefilling
-        runtime.decoded = None
+        runtime.decoded.clear()
         started = time.monotonic()
         events = batcher.step()
         ended = time.monotonic()
@@ -258,14 +258,14 @@ class Engine:
         self._pace.produced(sum(isinstance(event, em.Token) for event in events))
 
     def _observe(self, runtime: Runtime, seconds: float, *, prefilling: bool) -> None:
-        """Compares the time of a graph with its prediction, unless the host draws frames, the plan is outdated, or
+        """Compares the time of graphs with its prediction, unless the host draws frames, the plan is outdated, or
         weights are still to be copied. A prompt evicts weights, so these copies do not matter to it."""
-        placement, graph = runtime.placement, runtime.decoded
-        if placement is None or graph is None or placement.gpu_busy_s or self._replanner.outdated:
+        placement, graphs = runtime.placement, runtime.decoded
+        if placement is None or not graphs or placement.gpu_busy_s or self._replanner.outdated:
             return
         if self._filling and not prefilling:
             return
-        placement.rates.observe(placement.plan, graph, seconds)
+        placement.rates.observe(placement.plan, graphs, seconds)
 
     def _load(self, config: em.EngineConfig) -> None:
         if self._runtime is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from frameshard.engine import diskprobe
@@ -95,10 +95,10 @@ class Rates:
         """[any thread] What serving has shown."""
         return NONE if self._practice is None else self._practice.corrections
 
-    def observe(self, plan: Plan, graph: GraphSize, seconds: float) -> None:
-        """Compares the time of a graph with its prediction by the plan in force."""
+    def observe(self, plan: Plan, graphs: Sequence[GraphSize], seconds: float) -> None:
+        """Compares the time of graphs with its prediction by the plan in force."""
         if self._practice is not None:
-            self._practice.observe(plan, graph, seconds)
+            self._practice.observe(plan, graphs, seconds)
 
     def keep(self) -> None:
         """Keeps for the next launch what serving has shown. It writes a file: call it when no job waits."""

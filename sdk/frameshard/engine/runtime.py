@@ -17,7 +17,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn
@@ -119,9 +119,7 @@ class Runtime:
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
         files = self._adapter_files()
-        # The file must not change after the check. It stays open, and its size and time are compared before each job.
-        self._file = open(models.locate(config.model).path, "rb")  # noqa: SIM115 - closed by close()
-        self._file_state = _state(os.fstat(self._file.fileno()))
+        self._file = _Unchanged(models.locate(config.model).path)  # the check would mean nothing for another file
         self.n_threads = config.n_threads or default_threads()
         choice = gpus.resolve(config.device, self._least_bytes)
         device, self.passed_over = choice.device, choice.passed_over
@@ -141,8 +139,9 @@ class Runtime:
         self.n_vocab = tokenizer.n_vocab
         self._make_context(llama)
         self._lengths = [0] * config.n_parallel
-        self.decoded: GraphSize | None = None
-        """The size of the last decode."""
+        self.decoded: list[GraphSize] = []
+        """The sizes of decodes; emptied by whoever uses them."""
+        self._behind: dict[int, int] = {}
         if self.placement is not None:
             sizes = step_sizes(self.floor_step, self.n_ubatch)
             self.placement.start(llama, self._lengths, sizes, self._graph_bytes)
@@ -334,7 +333,7 @@ class Runtime:
 
         :raises BadModel: it was changed, so the mapped weights cannot be trusted.
         """
-        if _state(os.fstat(self._file.fileno())) != self._file_state:
+        if self._file.changed():
             raise BadModel(f"{self.config.model} was changed while it was in use")
 
     # --- adapters -------------------------------------------------------------------------------------------------
@@ -471,11 +470,14 @@ class Runtime:
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
-    def decode(self, batch: Sequence[Rows]) -> list[int]:
+    def decode(self, batch: Sequence[Rows], *, ahead: bool = False) -> list[int]:
         """Runs one batch of at most ``n_ubatch`` tokens.
 
         :param batch: the tokens of each sequence, in ascending order of ``seq``: llama.cpp computes only adjacent
             sequences together.
+        :param ahead: return once the decode has started on the shard device, so that the next one is prepared
+            meanwhile, which must follow. It has no logits. Its errors are raised by the next one: then neither batch is
+            in the sequences.
         :returns: the rows for :meth:`logits`, in the order of the batch.
         :raises DecodeAborted: :meth:`abort` was called.
         :raises StepTooLarge: the budget has no room for so many tokens at once.
@@ -484,6 +486,34 @@ class Runtime:
         :raises BadModel: the model file was changed, and weights are read from it. The runtime is of no more use.
         :raises FrameshardError: the device or llama.cpp failed. The runtime must not be used any more.
         """
+        ahead = ahead and self.device is not None
+        before = {rows.seq: self._lengths[rows.seq] for rows in batch}
+        behind, self._behind = self._behind, before if ahead else {}
+        succeeded = False
+        try:
+            outputs = self._run(batch, ahead=ahead)
+            succeeded = True
+        except (DecodeAborted, OutOfMemory) as error:
+            self._cut_back(before)
+            self._explain(error, sum(len(rows.tokens) for rows in batch))
+        except FrameshardError:
+            self.check_file()  # a file that has changed is the better reason
+            raise
+        finally:
+            if self.device is not None and not (ahead and succeeded):
+                self.device.end_graph()
+            if not succeeded:
+                self._behind = {}
+                self._cut_back(behind)
+        for rows in batch:
+            self._lengths[rows.seq] += len(rows.tokens)
+        self.decoded.append(GraphSize(sum(len(rows.tokens) for rows in batch), max(before.values()), len(batch)))
+        if self.placement is not None and not ahead:
+            self.placement.after_decode()
+        return outputs
+
+    def _run(self, batch: Sequence[Rows], *, ahead: bool) -> list[int]:
+        """Runs a decode, or starts it. Raises errors as :meth:`decode`; does not change the lengths of sequences."""
         starts = [self._lengths[rows.seq] for rows in batch]
         for rows, start in zip(batch, starts, strict=True):
             if start + len(rows.tokens) > self.n_ctx_seq:
@@ -491,30 +521,22 @@ class Runtime:
         outputs = self.llama.fill_batch(batch, starts)
         for rows, start in zip(batch, starts, strict=True):
             self.expect(rows.seq, start + len(rows.tokens))
+        if self.device is None or not ahead:
+            self.llama.decode()
+            return outputs
+        self.device.set_async(True)
         try:
             self.llama.decode()
-        except (DecodeAborted, OutOfMemory) as error:
-            self._cut_back(batch)
-            self._explain(error, sum(len(rows.tokens) for rows in batch))
-        except FrameshardError:
-            self.check_file()  # a file that has changed is the better reason
-            raise
         finally:
-            if self.device is not None:
-                self.device.end_graph()
-        for rows in batch:
-            self._lengths[rows.seq] += len(rows.tokens)
-        self.decoded = GraphSize(sum(len(rows.tokens) for rows in batch), max(starts), len(batch))
-        if self.placement is not None:
-            self.placement.after_decode()
+            self.device.set_async(False)
         return outputs
 
-    def _cut_back(self, batch: Sequence[Rows]) -> None:
+    def _cut_back(self, lengths: Mapping[int, int]) -> None:
         """Gives the sequences of a batch that did not run the length that they had before. llama.cpp may have kept part
         of the batch. A recurrent state is lost."""
-        for rows in batch:
-            before, self._lengths[rows.seq] = self._lengths[rows.seq], self.n_ctx_seq
-            self.trim(rows.seq, before)
+        for seq, before in lengths.items():
+            self._lengths[seq] = self.n_ctx_seq
+            self.trim(seq, before)
 
     def _explain(self, error: DecodeAborted | OutOfMemory, n_tokens: int) -> NoReturn:
         """Raises the error of a decode of ``n_tokens`` tokens, or the reason for it."""
@@ -530,21 +552,26 @@ class Runtime:
 
     def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
         """Appends ``tokens`` to sequence ``seq`` in steps that fit the budget. Raises the errors of :meth:`decode`, but
-        not :class:`StepTooLarge`.
+        :class:`StepTooLarge` only for a recurrent state, which is lost then.
 
         :param logits: as for :class:`Rows`; "all" needs a configuration with ``n_outputs_max`` of ``n_ubatch``.
         :returns: a copy of the requested logits, shape [n, n_vocab].
         """
         out: list[npt.NDArray[np.float32]] = []
-        self.expect(seq, min(self._lengths[seq] + len(tokens), self.n_ctx_seq))
-        at = 0
-        while at < len(tokens):
+        begin = self._lengths[seq]
+        self.expect(seq, min(begin + len(tokens), self.n_ctx_seq))
+        while (at := self._lengths[seq] - begin) < len(tokens):
             chunk = tokens[at : at + self.step]
             last = at + len(chunk) == len(tokens)
             want = logits if logits != "last" or last else "none"
-            with contextlib.suppress(StepTooLarge):
-                out += [self.logits(row).copy() for row in self.decode([Rows(seq, chunk, want)])]
-                at += len(chunk)
+            try:
+                rows = self.decode([Rows(seq, chunk, want)], ahead=want == "none" and not last)
+            except StepTooLarge:
+                if self._lengths[seq] < begin:
+                    raise  # a recurrent state is lost
+                del out[self._lengths[seq] - begin :]
+                continue
+            out += [self.logits(row).copy() for row in rows]
         return np.stack(out) if out else np.empty((0, self.n_vocab), np.float32)
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
@@ -612,5 +639,21 @@ def _blaming(adapter: str) -> Iterator[None]:
         raise
 
 
-def _state(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_size, stat.st_mtime_ns
+class _Unchanged:
+    """A file that stays open. Its size and time tell whether it was changed in place."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by close()
+        self._state = self._read()
+
+    def _read(self) -> tuple[int, int]:
+        stat = os.fstat(self._file.fileno())
+        return stat.st_size, stat.st_mtime_ns
+
+    def changed(self) -> bool:
+        """Whether it was changed since it was opened."""
+        return self._read() != self._state
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

@@ -2,7 +2,8 @@
 
 The device and the CPU work in turns, so their times and those of the hand-offs are added. Copies run at the same time,
 except while the ring is full. Copies and the CPU slow each other down, because they share host memory. Reads from disk
-run ahead of all of them, so a graph takes at least the time of its reads. Before all that the host prepares a graph.
+run ahead of all of them, so a graph takes at least the time of its reads. Before all that the host prepares a graph;
+the next step of a prompt in part while the one before is computed.
 
 Arrays have one value for each shard of the ladder. Times are seconds, sizes bytes, rates per second.
 """
@@ -54,12 +55,13 @@ _INPUT = 0.5  # hand-offs for the experts' input: it is copied because the CPU m
 _MEETINGS_S = {"experts": 45e-6, "shared": 70e-6}
 _WITHIN_S = 16e-6  # time of copying one matrix of a cached expert within the device; measured on the H100 machine
 # llama.cpp writes the mask of attention with one thread: for each token it compares the positions of all tokens of its
-# sequence in the graph, and copies a row of 2 bytes for each cell. Then the CPU looks up the tokens' embeddings, and
-# they are copied to the device; bytes/s of values in F32. Measured with prompts of 1,024 and 8,000 tokens of
-# minitron-4b-f16 on an H100 machine.
+# sequence in the graph, and copies a row of 2 bytes for each cell. Then the CPU looks up the tokens' embeddings. Once
+# the graph before has ended, they are copied to the device. The last two are bytes/s of values in F32. Measured with
+# prompts of 1,024 and 8,000 tokens of minitron-4b-f16 on an H100 machine.
 _COMPARED_S = 3.3e-9
 _MASKED_S = 0.25e-9
-_EMBEDDED = 4.5e9
+_LOOKED_UP = 6.5e9
+_INPUTS = 14e9
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
 
@@ -220,6 +222,21 @@ class FromDisk:
     computable: Mask
 
 
+class Preparation(NamedTuple):
+    """The time in which the host prepares a graph.
+
+    :param ahead_s: the part that may pass while the device computes the step of the prompt before this one.
+    :param then_s: the rest. Device and copies wait meanwhile.
+    """
+
+    ahead_s: float
+    then_s: float
+
+    def behind(self, computed_s: float) -> float:
+        """The time for which the device waits behind a step that takes ``computed_s``; 0.0: there is none."""
+        return max(self.ahead_s - computed_s, 0.0) + self.then_s
+
+
 class _Beside(NamedTuple):
     """How the CPU's work and copies go beside each other.
 
@@ -271,7 +288,7 @@ class Graph:
         self.fetched = touched * self.uncached
         self.from_disk = self._from_disk(costs, used, n_cached, one_at_a_time=one_at_a_time)
         self._attend(costs, n_tokens, n_before, n_seq)
-        self.prepare_s = self._prepare(costs, n_tokens, n_before, n_seq)
+        self.preparation = self._prepare(costs, n_tokens, n_before, n_seq)
         activations = 4 * n_tokens * costs.layout.model.n_embd * (1 / profile.h2d + 1 / profile.d2h)
         self.handoff_s = costs.conditions.turn_s + activations
         self._beside = _Beside(*profile.slowdowns(shards.main_type), profile.cpu_copies)
@@ -360,13 +377,13 @@ class Graph:
         self.host_kv = _HostKv(on_host, on_host / costs.profile.h2d, n_layers)
 
     @staticmethod
-    def _prepare(costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> float:
-        """The time in which the host prepares the graph. Device and copies wait meanwhile."""
+    def _prepare(costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> Preparation:
         each = n_tokens / n_seq
         mask_s = n_tokens * (each * _COMPARED_S + (n_before + each) * n_seq * _MASKED_S)
         if each == 1 or n_tokens < costs.layout.sizes.prefill_tokens:  # llama.cpp uses the graph before again
-            return mask_s
-        return mask_s + 4 * n_tokens * costs.layout.model.n_embd / _EMBEDDED + costs.build_s
+            return Preparation(0.0, mask_s)
+        embedded_bytes = 4 * n_tokens * costs.layout.model.n_embd
+        return Preparation(mask_s + embedded_bytes / _LOOKED_UP, embedded_bytes / _INPUTS + costs.build_s)
 
     def _single_experts(
         self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats
@@ -425,9 +442,11 @@ class Graph:
     def seconds(self, on_cpu: Mask) -> float:
         """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
         and the others are streamed."""
-        return (
-            self.prepare_s + self.from_disk.experts_s + max(self.lanes_s(on_cpu), self.memory_s, self.from_disk.ahead_s)
-        )
+        return self.preparation.behind(0.0) + self.computed_s(on_cpu)
+
+    def computed_s(self, on_cpu: Mask) -> float:
+        """The part of :meth:`seconds` after the preparation."""
+        return self.from_disk.experts_s + max(self.lanes_s(on_cpu), self.memory_s, self.from_disk.ahead_s)
 
     def cpu_rate(self, on_cpu: Mask) -> float:
         """The bytes/s of weights that the CPU reads while it computes; 0.0 if it computes nothing."""

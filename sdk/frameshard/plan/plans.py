@@ -140,8 +140,7 @@ class Plan:
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Predicted seconds to prefill ``n_parallel`` prompts of ``n_tokens`` tokens each, from an empty context.
         Several prompts share a graph if they fit."""
-        graphs = self._graphs(n_tokens, n_parallel)
-        return sum(self._predicted_s("prompt", graph) for graph in graphs)
+        return self._predicted_s("prompt", self._graphs(n_tokens, n_parallel))
 
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
@@ -153,7 +152,7 @@ class Plan:
         all tokens."""
         n_tokens = n_parallel * n_each
         graph = GraphSize(n_tokens, self._costs.conditions.n_ctx_used, n_parallel)
-        return self._predicted_s("decode", graph)
+        return self._predicted_s("decode", [graph])
 
     def predicted_decode_tps(self, n_parallel: int = 1) -> float:
         """Predicted tokens per second of ``n_parallel`` sequences together, with one token of each in a graph."""
@@ -235,11 +234,19 @@ class Plan:
         """How much longer the CPU computes than the profile says, as the plan takes it to."""
         return self._costs.conditions.cpu_factor
 
-    def uncorrected_s(self, work: Work, graph: GraphSize) -> float:
-        """Predicted seconds of one graph, by the profile and :attr:`cpu_factor`."""
-        costs = self._prompts.costs(graph.n_tokens) if work == "prompt" else self._costs
-        n_rows = graph.n_tokens if work == "decode" else graph.n_seq
-        return costs.at(*graph, n_rows).seconds(self._on_cpu(graph.n_tokens))
+    def uncorrected_s(self, work: Work, graphs: Sequence[GraphSize]) -> float:
+        """Predicted seconds of graphs that follow each other, by the profile and :attr:`cpu_factor`."""
+        return sum(self._each_s(work, graphs))
+
+    def _each_s(self, work: Work, graphs: Sequence[GraphSize]) -> Iterator[float]:
+        """The seconds that each graph adds. A step of a prompt is prepared while the one before is computed."""
+        before_s = 0.0
+        for size in graphs:
+            costs = self._prompts.costs(size.n_tokens) if work == "prompt" else self._costs
+            graph = costs.at(*size, size.n_tokens if work == "decode" else size.n_seq)
+            waits_s = graph.preparation.behind(before_s if size.n_before else 0.0)
+            before_s = graph.computed_s(self._on_cpu(size.n_tokens))
+            yield waits_s + before_s
 
     def cpu_rate(self, graph: GraphSize) -> float:
         """Predicted bytes/s of weights that the CPU reads in a decode while it computes; 0.0 if it computes nothing."""
@@ -251,8 +258,9 @@ class Plan:
         on_cpu: Mask = np.array(tier.placements, dtype=np.int8) == CPU
         return on_cpu
 
-    def _predicted_s(self, work: Work, graph: GraphSize) -> float:
-        return self.uncorrected_s(work, graph) * self.corrections.factor(work, graph.n_context)
+    def _predicted_s(self, work: Work, graphs: Sequence[GraphSize]) -> float:
+        each_s = self._each_s(work, graphs)
+        return sum(s * self.corrections.factor(work, graph.n_context) for s, graph in zip(each_s, graphs, strict=True))
 
 
 @dataclass
@@ -290,8 +298,12 @@ class _Prompts:
         room = self.budget - self.fixed_bytes - self.context.window - self.layout.least_bytes
         streamed = np.zeros(len(self.layout.ladder), dtype=np.bool_)
         sizes = self.steps.within(room)
-        # Their tokens attend to as many others on average.
-        found = {n: self.costs(n).at(n, (sizes[-1] - n) // 2).seconds(streamed) / n for n in sizes}
+        found: dict[int, float] = {}
+        for n in sizes:
+            graph = self.costs(n).at(n, (sizes[-1] - n) // 2)  # its tokens attend to as many others on average
+            computed_s, first = graph.computed_s(streamed), n / sizes[-1]  # the first step of a prompt follows none
+            waits_s = first * graph.preparation.behind(0.0) + (1 - first) * graph.preparation.behind(computed_s)
+            found[n] = (waits_s + computed_s) / n
         return min(n for n, seconds in found.items() if seconds <= _AS_GOOD * min(found.values()))
 
 
