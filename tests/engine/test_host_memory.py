@@ -21,7 +21,7 @@ from frameshard.engine.pressure import Pressure
 from frameshard.errors import BudgetBelowFloor
 
 MIB = 1 << 20
-VRAM_MB = 120
+VRAM_MB = 50
 FEW = frameshard.Sampling(max_tokens=12, temperature=0.0)
 LORE = "The inn stands by the old harbour, and its keeper knows every ship that has come in since the flood. "
 PARTS = ("weights_bytes", "pinned_bytes", "kv_blocks_bytes", "kv_store_bytes", "processes_bytes")
@@ -65,7 +65,7 @@ async def talk(client: frameshard.Client, n_turns: int, n_words: int = 5) -> lis
     return texts
 
 
-def test_the_parts_add_up_to_what_the_system_counts(model_path: Path) -> None:
+def test_the_parts_add_up_to_what_the_system_counts(shallow_model: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         await talk(client, 1)
         await client.set_budget(VRAM_MB, host_budget_mb=8192)  # without a limit, measurements may be a minute apart
@@ -77,7 +77,7 @@ def test_the_parts_add_up_to_what_the_system_counts(model_path: Path) -> None:
         await client.set_budget(VRAM_MB, host_budget_mb=0)
         host = await figures(client)
         assert sum(host[part] for part in PARTS) == host["used_bytes"]
-        assert abs(host["weights_bytes"] - model_path.stat().st_size) < 8 * MIB
+        assert abs(host["weights_bytes"] - shallow_model.stat().st_size) < 8 * MIB
         assert host["processes_bytes"] < 400 * MIB  # without the emulated device's VRAM, and broker and engine once
         assert host["budget_bytes"] == host["pressed_bytes"] == 0
         budget = await client.budget()
@@ -87,10 +87,10 @@ def test_the_parts_add_up_to_what_the_system_counts(model_path: Path) -> None:
         assert caps.host_free_bytes is not None
         assert 0 < caps.host_free_bytes < caps.host_total_bytes
 
-    play(model_path, main)
+    play(shallow_model, main)
 
 
-def test_a_limit_below_the_floor_is_refused_and_changes_nothing(model_path: Path) -> None:
+def test_a_limit_below_the_floor_is_refused_and_changes_nothing(shallow_model: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         before = await client.budget()
         with pytest.raises(BudgetBelowFloor, match="set host_budget_mb to") as below:
@@ -104,12 +104,12 @@ def test_a_limit_below_the_floor_is_refused_and_changes_nothing(model_path: Path
         assert "host_floor_bytes" not in below.value.detail
         assert (await client.budget()).host_budget_bytes == 0
 
-    play(model_path, main)
+    play(shallow_model, main)
     with pytest.raises(BudgetBelowFloor, match="host budget"):
-        play(model_path, main, host_budget_mb=60)
+        play(shallow_model, main, host_budget_mb=60)
 
 
-def test_the_floor_that_a_host_was_told_is_accepted_when_the_processes_have_grown(model_path: Path) -> None:
+def test_the_floor_that_a_host_was_told_is_accepted_when_the_processes_have_grown(shallow_model: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         told_bytes = (await client.budget()).host_floor_bytes
         await talk(client, 1)
@@ -118,10 +118,10 @@ def test_the_floor_that_a_host_was_told_is_accepted_when_the_processes_have_grow
         while (await client.budget()).host_floor_bytes <= told_bytes:
             await trio.sleep(0.05)
 
-    play(model_path, main)
+    play(shallow_model, main)
 
 
-def test_the_limit_of_the_launch_holds_in_the_next_engine(model_path: Path) -> None:
+def test_the_limit_of_the_launch_holds_in_the_next_engine(shallow_model: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         await client.set_budget(VRAM_MB, state="hibernated")
         assert (await client.budget()).host_budget_bytes == 900 * MIB
@@ -131,7 +131,7 @@ def test_the_limit_of_the_launch_holds_in_the_next_engine(model_path: Path) -> N
         assert (await client.set_budget(VRAM_MB)).host_budget_bytes == 800 * MIB
         assert (await client.set_budget(VRAM_MB, host_budget_mb=0)).host_budget_bytes == 0
 
-    play(model_path, main, host_budget_mb=900)
+    play(shallow_model, main, host_budget_mb=900)
 
 
 def test_a_mixture_of_experts_starts_within_a_limit_below_its_file(own_moe: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
     evictions, vram_mb = 0, 20
 
     async def undisturbed(client: frameshard.Client) -> None:
-        calm.extend(await talk(client, 2))
+        calm.extend(await talk(client, 2, n_words=2))
 
     async def main(client: frameshard.Client) -> None:
         nonlocal evictions
@@ -205,9 +205,9 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(disturb)
-            shrunk.extend(await talk(client, 2))
+            shrunk.extend(await talk(client, 2, n_words=2))
             while n_shrinks < 100:
-                again.add((await client.ask(LORE * 4, sampling=FEW).completed()).text)
+                again.add((await client.ask(LORE * 2, sampling=FEW).completed()).text)
             nursery.cancel_scope.cancel()
         await client.set_budget(vram_mb, host_budget_mb=0)
         await talk(client, 1)  # a copy of at least one conversation is in the store then
@@ -340,7 +340,9 @@ def play_machine(root: Path, *, available_mb: int, stalled: float = 0.0) -> None
 @pytest.mark.parametrize(
     "cause", [{"available_mb": 300}, {"available_mb": 8000, "stalled": 40.0}], ids=["low", "stalls"]
 )
-def test_a_machine_short_of_memory_gets_the_store_back(model_path: Path, tmp_path: Path, cause: dict[str, Any]) -> None:
+def test_a_machine_short_of_memory_gets_the_store_back(
+    shallow_model: Path, tmp_path: Path, cause: dict[str, Any]
+) -> None:
     """A notice says so. The limit is not lowered for ever, and the jobs go on."""
     play_machine(tmp_path, available_mb=9000)
 
@@ -352,7 +354,7 @@ def test_a_machine_short_of_memory_gets_the_store_back(model_path: Path, tmp_pat
         notice = await notices.receive()
         while notice.kind != "host_pressure":
             notice = await notices.receive()
-        assert notice.host_budget_bytes > model_path.stat().st_size
+        assert notice.host_budget_bytes > shallow_model.stat().st_size
         assert notice.detail
         while (host := await figures(client))["kv_store_bytes"]:
             await trio.sleep(0.05)
@@ -363,4 +365,4 @@ def test_a_machine_short_of_memory_gets_the_store_back(model_path: Path, tmp_pat
         assert 0 < host["used_bytes"] <= host["pressed_bytes"]
 
     engine = program.command("frameshard.engine.process", "--proc", str(tmp_path))
-    play(model_path, main, engine=engine)
+    play(shallow_model, main, engine=engine)
