@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 import numpy as np
 
 import frameshard
+import make_shallow
 import sidecars
+from mutants import Gguf
 
 REPO = Path(__file__).parents[1]
 SCENE = REPO / "samples" / "npc_dialogue" / "main.py"
@@ -31,8 +34,12 @@ def figures(pattern: str, text: str) -> list[int]:
     return [int(figure) for figure in found.groups()]
 
 
-def test_the_village_plays_and_the_budget_changes_during_answers(model_path: Path) -> None:
-    result = run(str(SCENE), "--unattended", "--model", str(model_path), "--device", "emulated:8")
+def test_the_village_plays_and_the_budget_changes_during_answers(wordy_model: Path, tmp_path: Path) -> None:
+    """With a model of few layers, of which the fisherman's adapter changes the last one."""
+    scene = Path(shutil.copytree(SCENE.parent, tmp_path / "scene"))
+    adapter, layers = "sailor.gguf", Gguf(wordy_model).key("llama.block_count").value
+    make_shallow.move_adapter(SCENE.with_name(adapter), scene / adapter, 29, layers - 1)
+    result = run(str(scene / SCENE.name), "--unattended", "--model", str(wordy_model), "--device", "emulated:8")
     assert result.returncode == 0, result.stderr
     answers, shrinks, grows = figures(r"(\d+) answers; (\d+) shrinks and (\d+) grows during them", result.stdout)
     assert answers == 4
@@ -94,9 +101,9 @@ def test_the_innkeeper_remembers_across_saves(model_path: Path, encoder_path: Pa
         assert saved["rows"].shape == (7, 384)
 
 
-def test_the_traders_keep_to_the_rules(model_path: Path) -> None:
+def test_the_traders_keep_to_the_rules(wordy_model: Path) -> None:
     """They call tools. Whatever they call, nothing is made or lost, and each move has an outcome."""
-    result = run(str(REPO / "samples" / "traders" / "main.py"), "--model", str(model_path), "--device", "emulated:8")
+    result = run(str(REPO / "samples" / "traders" / "main.py"), "--model", str(wordy_model), "--device", "emulated:8")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [int(line.split(".")[0]) for line in lines if re.match(r" ?\d+\. ", line)] == [*range(1, 9)]
