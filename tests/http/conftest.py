@@ -27,8 +27,8 @@ def http(place: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def calling(tmp_path: Path, model_path: Path) -> Iterator[Server]:
-    """A server in front of SmolLM2 itself: its first layers alone would never end an answer with calls of tools."""
-    options: dict[str, Any] = {"model": str(model_path), "device": "cpu"}
+def calling(tmp_path: Path, wordy_model: Path) -> Iterator[Server]:
+    """A server in front of a model that ends its calls of tools, which the first layers of SmolLM2 never do."""
+    options: dict[str, Any] = {"model": str(wordy_model), "device": "cpu"}
     with sidecar(tmp_path, **options, n_ctx=1024) as (connect_file, _), server(connect_file) as running:
         yield running
