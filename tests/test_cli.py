@@ -159,8 +159,8 @@ def test_parse_budgets_keeps_the_order() -> None:
     assert parse_budgets("96,64,1GiB") == [96 << 20, 64 << 20, 1 << 30]
 
 
-def test_chat_answers_what_comes_through_a_pipe(model_path: Path) -> None:
-    chat = ("chat", "--model", str(model_path), "--device", "emulated", "--seed", "1", "--max-tokens", "24")
+def test_chat_answers_what_comes_through_a_pipe(wordy_model: Path) -> None:
+    chat = ("chat", "--model", str(wordy_model), "--device", "emulated", "--seed", "1", "--max-tokens", "24")
     script = "Who are you?\n/budget\n/budget 1\n/stats\n/what\nAnd what do you like?\n/quit\nMore?\n"
     said = frameshard(*chat, stdin=script)
     assert said.returncode == 0, said.stderr
@@ -250,10 +250,10 @@ class Terminal:
         os.close(self.ours)
 
 
-def test_chat_edits_lines_and_gives_the_terminal_back(model_path: Path) -> None:
+def test_chat_edits_lines_and_gives_the_terminal_back(wordy_model: Path) -> None:
     pytest.importorskip("readline")
     left, up = "\x1b[D", "\x1b[A"
-    with Terminal(model_path) as chat:
+    with Terminal(wordy_model) as chat:
         chat.read_until("> ")
         chat.type(f"/hlp{left}{left}e\r")
         chat.read_until("begin the conversation anew")
@@ -279,11 +279,11 @@ def test_chat_edits_lines_and_gives_the_terminal_back(model_path: Path) -> None:
     assert "Traceback" not in chat.seen
 
 
-def test_chat_without_readline_reads_lines(model_path: Path, tmp_path: Path) -> None:
+def test_chat_without_readline_reads_lines(wordy_model: Path, tmp_path: Path) -> None:
     """Windows and bundles have no readline."""
     (tmp_path / "readline.py").write_text("raise ImportError('none here')")
     search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    with Terminal(model_path, PYTHONPATH=search) as chat:
+    with Terminal(wordy_model, PYTHONPATH=search) as chat:
         chat.read_until("> ")
         chat.type("/help\r")
         chat.read_until("begin the conversation anew")

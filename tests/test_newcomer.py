@@ -55,9 +55,9 @@ def test_lists_fit_a_terminal(model_path: Path) -> None:
     assert too_wide(frameshard("simulate", "--list").stdout) == []
 
 
-def test_what_chat_says_of_itself_fits_a_terminal(model_path: Path) -> None:
+def test_what_chat_says_of_itself_fits_a_terminal(shallow_model: Path) -> None:
     said = frameshard(
-        "chat", "--model", str(model_path), *EMULATED, stdin="/help\n/stats\n/budget\n/budget 64\n"
+        "chat", "--model", str(shallow_model), *EMULATED, stdin="/help\n/stats\n/budget\n/budget 64\n"
     ).stderr
     notes = said.partition("/help for commands\n")[2]
     assert "the floor is" in notes

@@ -548,14 +548,14 @@ def load_error(model: Path, **fields: object) -> dict[str, object]:
         child.close()
 
 
-def test_models_that_cannot_be_served(model_path: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_served(shallow_model: Path, tmp_path: Path) -> None:
     assert load_error(tmp_path / "none.gguf")["name"] == "model_not_found"
     (tmp_path / "text.gguf").write_text("not a model\n" * 1000)
     assert load_error(tmp_path / "text.gguf")["name"] == "bad_model"
     half = tmp_path / "half.gguf"
-    shutil.copy(model_path, half)
+    shutil.copy(shallow_model, half)
     with half.open("r+b") as file:
-        file.truncate(model_path.stat().st_size // 2)
+        file.truncate(shallow_model.stat().st_size // 2)
     assert load_error(half)["name"] == "bad_model"
     (tmp_path / "empty.gguf").touch()
     assert load_error(tmp_path / "empty.gguf")["name"] == "bad_model"
@@ -565,14 +565,14 @@ def test_models_that_cannot_be_served(model_path: Path, tmp_path: Path) -> None:
     "fields",
     [{"n_ctx": 0}, {"n_ctx": "all"}, {"n_parallel": 65}, {"mode": "fast"}, {"vram_budget_bytes": -1}, {"colour": 1}],
 )
-def test_bad_load_fields(model_path: Path, fields: dict[str, object]) -> None:
-    error = load_error(model_path, **fields)
+def test_bad_load_fields(shallow_model: Path, fields: dict[str, object]) -> None:
+    error = load_error(shallow_model, **fields)
     assert error["name"] == "bad_argument"
 
 
-def test_a_model_changed_in_use_ends_the_engine(model_path: Path, tmp_path: Path) -> None:
+def test_a_model_changed_in_use_ends_the_engine(shallow_model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.gguf"
-    shutil.copy(model_path, copy)
+    shutil.copy(shallow_model, copy)
     with engine(copy) as child:
         copy.touch()
         child.submit(CASTLE)
