@@ -90,10 +90,10 @@ def test_the_scene_names_a_missing_model(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_the_innkeeper_remembers_across_saves(model_path: Path, encoder_path: Path, tmp_path: Path) -> None:
+def test_the_innkeeper_remembers_across_saves(wordy_model: Path, encoder_path: Path, tmp_path: Path) -> None:
     save = tmp_path / "mira.npz"
     scene = str(REPO / "samples" / "npc_memory" / "main.py")
-    result = run(scene, "--unattended", "--device", "cpu", "--save", str(save))
+    result = run(scene, "--unattended", "--model", str(wordy_model), "--device", "cpu", "--save", str(save))
     assert result.returncode == 0, result.stderr
     assert figures(r"(\d+) of (\d+) questions brought the right memory back", result.stdout) == [3, 3]
     assert figures(r"Mira remembers (\d+) things\nYou: Can", result.stdout) == [4]
