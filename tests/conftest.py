@@ -1,6 +1,6 @@
 """Models for the tests. They are fetched or made once per machine, and kept in frameshard's cache directory.
 
-`make test` runs two processes of tests at a time.
+`make test` runs three processes of tests at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ hypothesis.settings.load_profile("tests")
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """A lock, so that two processes of tests do not fetch or make the same file."""
+    """A lock, so that processes of tests do not fetch or make the same file."""
     directory = models.cache_dir() / "tests"
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w", opener=system.open_alone):
