@@ -15,8 +15,6 @@
 
 namespace fsd {
 
-struct Device;
-
 // A copy of a graph, since llama.cpp builds the next one in the same memory. Weights, adapters and the KV cache outlive graphs:
 // the copy has the same ones. It has no id, because the graph will not run again.
 class GraphCopy {

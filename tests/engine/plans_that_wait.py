@@ -24,12 +24,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def counted_decode(runtime: Runtime, batch: Sequence[Rows]) -> list[int]:
+def counted_decode(runtime: Runtime, batch: Sequence[Rows], *, ahead: bool = False) -> list[int]:
     global n_decodes
     with decoded:
         n_decodes += 1
         decoded.notify_all()
-    return decode(runtime, batch)
+    return decode(runtime, batch, ahead=ahead)
 
 
 def late_plan(placement: Placement) -> Plan:

@@ -272,7 +272,6 @@ def _practise(runtime: Runtime, parallel: int, words: list[int]) -> bool:
         return False
     _fill_up(runtime)
     for i in range(GROUP):
-        runtime.decoded.clear()
         start = time.perf_counter()
         _decode(runtime, parallel, words, 1 + i)
         placement.rates.observe(placement.plan, runtime.decoded, time.perf_counter() - start)

@@ -238,7 +238,7 @@ class Engine:
         if self._budgets.has_frame_block and self._pace.follow_frames(runtime, batcher):
             self._replanner.want()
         prefilling = batcher.prefilling
-        runtime.decoded.clear()
+        runtime.decoded = []
         started = time.monotonic()
         events = batcher.step()
         ended = time.monotonic()

@@ -140,7 +140,7 @@ class Runtime:
         self._make_context(llama)
         self._lengths = [0] * config.n_parallel
         self.decoded: list[GraphSize] = []
-        """The sizes of decodes; emptied by whoever uses them."""
+        """The sizes of the last decode and of those whose end it waited for."""
         self._behind: dict[int, int] = {}
         if self.placement is not None:
             sizes = step_sizes(self.floor_step, self.n_ubatch)
@@ -507,7 +507,8 @@ class Runtime:
                 self._cut_back(behind)
         for rows in batch:
             self._lengths[rows.seq] += len(rows.tokens)
-        self.decoded.append(GraphSize(sum(len(rows.tokens) for rows in batch), max(before.values()), len(batch)))
+        size = GraphSize(sum(len(rows.tokens) for rows in batch), max(before.values()), len(batch))
+        self.decoded = [*(self.decoded if behind else ()), size]
         if self.placement is not None and not ahead:
             self.placement.after_decode()
         return outputs
