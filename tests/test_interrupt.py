@@ -123,6 +123,33 @@ def test_a_sidecar_ends_too(args: tuple[str, ...], serves: bytes, moment: str, m
         interrupted(process)
 
 
+LOST = """
+import signal, trio, weakref
+from frameshard.cli import interrupt
+
+class Thing:
+    pass
+
+async def main():
+    thing = Thing()
+    gone = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    del thing
+    await trio.sleep(60)
+
+try:
+    interrupt.run_async(main)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_one_that_comes_in_a_callback_is_not_lost() -> None:
+    """Python ignores exceptions there."""
+    command = [sys.executable, "-c", LOST]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50, preexec_fn=_default_sigint)
+    assert (result.stdout, result.returncode) == ("interrupted\n", 0), result.stderr
+
+
 def test_a_second_one_ends_it_without_waiting(model_path: Path) -> None:
     with running("bench", *options(model_path, "--vram-budget", "floor", "--prompt", "512")) as process:
         read_until(process, b"1 of 3")

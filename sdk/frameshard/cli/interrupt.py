@@ -75,11 +75,12 @@ def _end() -> None:
 
 
 def run_async(main: Callable[[], Awaitable[T]]) -> T:
-    """Runs ``trio.run(main)``. Ctrl-C raises a KeyboardInterrupt instead of an exception group with one."""
+    """Runs ``trio.run(main)``. Ctrl-C raises a KeyboardInterrupt instead of an exception group with one, at the next
+    checkpoint: anywhere else it may be in a callback, where it would be lost."""
     import trio
 
     try:
-        return trio.run(main)
+        return trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
     except BaseException as error:
         if _holds_interrupt(error):
             raise KeyboardInterrupt from None
