@@ -555,34 +555,28 @@ SCENARIO(the_ring_streams_on_between_graphs) {
     CHECK(after.copied_bytes - before.copied_bytes >= n * (all - experts) - kPieceBytes);
 }
 
-SCENARIO(placements_do_not_change_the_result) {
+void with_random_placements(unsigned seed, const std::function<void(Session &, std::mt19937 &)> &check) {
     Session s(config_of(0));
     s.commit();
-    std::mt19937 random(2);
+    std::mt19937 random(seed);
     for (int i = 0; i < 40; i++) {
         s.set_random_plan(random);
         CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
         if (i % 4) {
             CHECK(fsd_fill(random() % 2 ? UINT64_MAX : kPieceBytes, nullptr) == FSD_OK);
         }
-        s.check_conversation(&random);
+        check(s, random);
         s.check_ledger();
     }
     CHECK(stats().cpu_segments > 0 && stats().copies > 0);
 }
 
+SCENARIO(placements_do_not_change_the_result) {
+    with_random_placements(2, [](Session &s, std::mt19937 &random) { s.check_conversation(&random); });
+}
+
 SCENARIO(asynchronous_graphs_compute_the_same) {
-    Session s(config_of(0));
-    s.commit();
-    std::mt19937 random(5);
-    for (int i = 0; i < 40; i++) {
-        s.set_random_plan(random);
-        CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
-        CHECK(fsd_fill(i % 4 ? UINT64_MAX : kPieceBytes, nullptr) == FSD_OK);
-        s.check_asynchronous_conversation();
-        s.check_ledger();
-    }
-    CHECK(stats().cpu_segments > 0 && stats().copies > 0);
+    with_random_placements(5, [](Session &s, std::mt19937 &) { s.check_asynchronous_conversation(); });
 }
 
 // Copies of a few KiB would wait behind copies of weights. So kernels read results of the CPU from host memory, where

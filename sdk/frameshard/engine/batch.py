@@ -321,9 +321,7 @@ class Batcher:
                 rows = Rows(slot.seq, part, "none" if job.shapes else "last")
                 outputs = self._runtime.decode([rows], ahead=ahead)
                 while len(unsure) > ahead:
-                    (kept, _), tokens = unsure.popleft()
-                    self._keep(slot, tokens, kept)
-                    self._prompt_tokens += kept
+                    self._keep_part(slot, *unsure.popleft())
                 if not ahead:
                     return outputs
         finally:
@@ -352,9 +350,7 @@ class Batcher:
         slot, part = job_slot(job), self._part(job, at)
         self._vision.decode(slot.seq, picture)
         slot.pictures.append((at, picture.n_tokens, picture.n_pos))
-        kept, _ = job.shapes.popleft()
-        self._keep(slot, part, kept)
-        self._prompt_tokens += kept
+        self._keep_part(slot, job.shapes.popleft(), part)
         return False
 
     def close(self) -> None:
@@ -581,6 +577,12 @@ class Batcher:
         return []
 
     # --- events ---------------------------------------------------------------------------------------------------
+
+    def _keep_part(self, slot: Slot, shape: Shape, part: list[int]) -> None:
+        """Keeps a part of a prompt that was decoded in this shape."""
+        kept, _ = shape
+        self._keep(slot, part, kept)
+        self._prompt_tokens += kept
 
     def _keep(self, slot: Slot, tokens: list[int], kept: int) -> None:
         """Keeps ``kept`` of the tokens that were just decoded and removes the rest from the cache."""

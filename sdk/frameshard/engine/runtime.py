@@ -119,7 +119,7 @@ class Runtime:
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
         files = self._adapter_files()
-        self._file = _Unchanged(models.locate(config.model).path)  # the check would mean nothing for another file
+        self._file = _Unchanged(models.locate(config.model).path)  # it must not change after the check
         self.n_threads = config.n_threads or default_threads()
         choice = gpus.resolve(config.device, self._least_bytes)
         device, self.passed_over = choice.device, choice.passed_over
@@ -141,7 +141,7 @@ class Runtime:
         self._lengths = [0] * config.n_parallel
         self.decoded: list[GraphSize] = []
         """The sizes of the last decode and of those whose end it waited for."""
-        self._behind: dict[int, int] = {}
+        self._behind: dict[int, int] = {}  # the lengths of sequences before a decode that may still run
         if self.placement is not None:
             sizes = step_sizes(self.floor_step, self.n_ubatch)
             self.placement.start(llama, self._lengths, sizes, self._graph_bytes)
