@@ -124,6 +124,7 @@ async def test_what_was_due_at_the_old_target_is_forgotten(model_path: Path) -> 
     """At 0.1 tokens per second the engine waits ten seconds. A new target ends this wait."""
     async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1) as client:
         sampling = frameshard.Sampling(max_tokens=200, temperature=0.0)
+        await client.set_pacing(target_tokens_per_second=10)  # so that the answer does not end meanwhile
         async with client.complete("Once upon a time", sampling=sampling) as stream:
             await stream.__anext__()
             waited = []
@@ -133,7 +134,7 @@ async def test_what_was_due_at_the_old_target_is_forgotten(model_path: Path) -> 
                     while True:
                         await stream.__anext__()
                 asked = trio.current_time()
-                await client.set_pacing(target_tokens_per_second=0)
+                await client.set_pacing(target_tokens_per_second=10)
                 await stream.__anext__()
                 waited.append(trio.current_time() - asked)
             # If the new target did not end the wait, it would last 8 s or more.

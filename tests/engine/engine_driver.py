@@ -19,6 +19,7 @@ from typing import IO, Any
 from frameshard.wire import channel
 
 PATIENCE_S = 300.0
+ENDS = ("done", "failed", "cancelled")
 Event = dict[str, Any]
 
 
@@ -44,10 +45,24 @@ class EngineProcess:
         self.socket = ours
         self._reader = channel.Reader()
         self._events: list[Event] = []
+        self._dropped_ends: dict[int, Event] = {}
+        self._held: bytearray | None = None
         self._numbers = itertools.count(1)
 
     def send(self, **message: object) -> None:
-        self.socket.sendall(channel.pack(message))
+        packed = channel.pack(message)
+        if self._held is None:
+            self.socket.sendall(packed)
+        else:
+            self._held += packed
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Sends all messages of the block in one piece: the engine reads them one right after the other."""
+        self._held = bytearray()
+        yield
+        packed, self._held = self._held, None
+        self.socket.sendall(packed)
 
     def next_event(self, *, seconds: float = PATIENCE_S) -> Event:
         """The next event. Skips figures of the device's memory and first answers to a budget.
@@ -71,6 +86,11 @@ class EngineProcess:
             event = self.next_event(seconds=deadline - time.monotonic())
             if event["ev"] in names and job in (None, event.get("job")):
                 return event
+            self._drop(event)
+
+    def _drop(self, event: Event) -> None:
+        if event["ev"] in ENDS:
+            self._dropped_ends[event["job"]] = event
 
     def load(self, model: Path, **fields: object) -> Event:
         """Loads a model; returns the "ready" or "fatal" event."""
@@ -89,17 +109,34 @@ class EngineProcess:
         return job
 
     def finish(self, *jobs: int) -> dict[int, list[Event]]:
-        """All further events of these jobs, until the last of them has ended. Events of other jobs are dropped."""
-        events: dict[int, list[Event]] = {job: [] for job in jobs}
-        open_jobs = set(jobs)
+        """All further events of these jobs, until the last of them has ended. Events of other jobs are dropped.
+
+        A job whose end was dropped before has that end only.
+        """
+        events = {job: [self._dropped_ends.pop(job)] if job in self._dropped_ends else [] for job in jobs}
+        open_jobs = {job for job in jobs if not events[job]}
         while open_jobs:
             event = self.next_event()
             assert event["ev"] != "fatal", event
-            if event.get("job") in events:
+            if event.get("job") in open_jobs:
                 events[event["job"]].append(event)
-                if event["ev"] in ("done", "failed", "cancelled"):
+                if event["ev"] in ENDS:
                     open_jobs.discard(event["job"])
+            else:
+                self._drop(event)
         return events
+
+    def until(self, job: int, name: str) -> tuple[list[Event], Event]:
+        """The further events of a job until it has ended, and the first event with this name, whichever comes first."""
+        events: list[Event] = []
+        named: Event | None = None
+        while named is None or not events or events[-1]["ev"] not in ENDS:
+            event = self.next_event()
+            if event["ev"] == name:
+                named = named or event
+            elif event.get("job") == job:
+                events.append(event)
+        return events, named
 
     def run(self, prompt: str | Sequence[dict[str, str]], **fields: Any) -> list[Event]:
         """Submits one job and returns its events."""
@@ -107,10 +144,14 @@ class EngineProcess:
         return self.finish(job)[job]
 
     def stats(self) -> Event:
-        """The engine's present statistics. Events of jobs before them are dropped."""
+        """The engine's present statistics. Events before them stay, to be read later."""
         seq = next(self._numbers)
         self.send(op="stats", seq=seq)
-        stats: Event = self.wait_for("stats")["stats"]
+        before = []
+        while (event := self.next_event())["ev"] != "stats":
+            before.append(event)
+        self._events = before + self._events
+        stats: Event = event["stats"]
         return stats
 
     def budget(self, n_bytes: int, timeout_s: float = 10.0) -> int:
@@ -118,6 +159,16 @@ class EngineProcess:
         seq = next(self._numbers)
         self.send(op="budget", seq=seq, vram_budget_bytes=n_bytes, timeout_s=timeout_s)
         return seq
+
+    @contextmanager
+    def slowly(self, tokens_per_second: float = 5.0) -> Iterator[None]:
+        """Generates no faster than this inside the block, so that a job runs for as long as the test needs it. The text
+        stays as it is."""
+        self.send(op="pacing", scheduling_mode="balance", target_tokens_per_second=tokens_per_second)
+        try:
+            yield
+        finally:
+            self.send(op="pacing", scheduling_mode="balance", target_tokens_per_second=0.0)
 
     def close(self) -> None:
         self.socket.close()

@@ -78,7 +78,7 @@ async def test_jobs_keep_their_adapters(
     sets: list[dict[str, float]] = [{}, {"a": 1.0}, {"b": 1.0}, {"b": -0.5, "a": 0.7}]
     options: dict[str, Any] = {"device": "emulated", "mode": "stream_only", "n_ctx": 512, "n_ubatch": 32}
     launch = frameshard.launch(
-        tiny_model("llama"), adapters={"a": files["a"]}, log=subprocess.DEVNULL, n_threads=1, **options
+        tiny_model("llama"), adapters={"a": files["a"]}, log=subprocess.DEVNULL, n_threads=1, hang_still_s=60, **options
     )
     async with launch as client:
         assert [each.name for each in (await client.adapter_load("b", files["b"])).adapters] == ["a", "b"]
@@ -98,7 +98,7 @@ async def test_jobs_keep_their_adapters(
                 nursery.start_soon(run, number)
             while len(texts) < len(sets):
                 await trio.sleep(0.005)
-            released = await client.set_budget(loaded.floor_bytes / MIB)
+            released = await client.set_budget(loaded.floor_bytes / MIB, timeout_s=60)
             assert released.used_bytes <= loaded.floor_bytes
             pid = (await client.stats()).broker.engine_pid
             assert pid is not None
@@ -106,13 +106,13 @@ async def test_jobs_keep_their_adapters(
         assert [texts[number] for number in range(len(sets))] == expected
 
         await sidecars.until_ready(client, 1)
-        await client.set_budget(loaded.floor_bytes / MIB, state="parked")
+        await client.set_budget(loaded.floor_bytes / MIB, state="parked", timeout_s=60)
         with pytest.raises(errors.BadArgument, match="parked"):
             await client.adapter_load("c", files["a"])
-        await client.set_budget(loaded.floor_bytes / MIB)
+        await client.set_budget(loaded.floor_bytes / MIB, timeout_s=60)
         assert await alone(client, "Once upon", adapters=sets[3]) == expected[3]
-        await client.set_budget(loaded.floor_bytes / MIB, state="hibernated")
-        await client.set_budget(loaded.floor_bytes / MIB)
+        await client.set_budget(loaded.floor_bytes / MIB, state="hibernated", timeout_s=60)
+        await client.set_budget(loaded.floor_bytes / MIB, timeout_s=60)
         assert await alone(client, "Once upon", adapters=sets[3]) == expected[3]
 
         # Cells of a conversation are not used with other adapters.
@@ -126,14 +126,16 @@ async def test_jobs_keep_their_adapters(
         with pytest.raises(errors.BadArgument) as unknown:
             await alone(client, "Once", adapters={"c": 1.0})
         assert unknown.value.detail["loaded"] == ["a", "b"]
+        await client.set_pacing(target_tokens_per_second=5)
         async with client.complete("Once", **text(400, adapters={"b": 1.0})):
             with pytest.raises(errors.BadArgument, match="jobs use the adapter"):
                 await client.adapter_unload("b")
+        await client.set_pacing()
         with pytest.raises(errors.BudgetBelowFloor) as small:
             await client.adapter_load("c", files["a"])
         assert small.value.detail["floor_bytes"] > loaded.floor_bytes
 
-        await client.set_budget(0)
+        await client.set_budget(0, timeout_s=60)
         (tmp_path / "cut.gguf").write_bytes(files["a"].read_bytes()[:-1000])
         make_adapter(tiny_model("gemma3"), tmp_path / "other.gguf")
         make_adapter(tiny_model("llama"), tmp_path / "nan.gguf", gain=float("nan"))

@@ -68,13 +68,14 @@ async def talk(client: frameshard.Client, n_turns: int, n_words: int = 5) -> lis
 def test_the_parts_add_up_to_what_the_system_counts(shallow_model: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         await talk(client, 1)
-        await client.set_budget(VRAM_MB, host_budget_mb=8192)  # without a limit, measurements may be a minute apart
+        # Without a limit, measurements may be a minute apart.
+        await client.set_budget(VRAM_MB, host_budget_mb=8192, timeout_s=60)
         while True:  # until the jobs' memory has been measured
             host = await figures(client)
             if host["kv_store_bytes"] and abs(host["observed_bytes"] - host["used_bytes"]) < 8 * MIB:
                 break
             await trio.sleep(0.1)
-        await client.set_budget(VRAM_MB, host_budget_mb=0)
+        await client.set_budget(VRAM_MB, host_budget_mb=0, timeout_s=60)
         host = await figures(client)
         assert sum(host[part] for part in PARTS) == host["used_bytes"]
         assert abs(host["weights_bytes"] - shallow_model.stat().st_size) < 8 * MIB
@@ -128,8 +129,8 @@ def test_the_limit_of_the_launch_holds_in_the_next_engine(shallow_model: Path) -
         await client.set_budget(VRAM_MB, host_budget_mb=800, timeout_s=60)  # a new engine is started with it
         host = await figures(client)
         assert host["budget_bytes"] == 800 * MIB
-        assert (await client.set_budget(VRAM_MB)).host_budget_bytes == 800 * MIB
-        assert (await client.set_budget(VRAM_MB, host_budget_mb=0)).host_budget_bytes == 0
+        assert (await client.set_budget(VRAM_MB, timeout_s=60)).host_budget_bytes == 800 * MIB
+        assert (await client.set_budget(VRAM_MB, host_budget_mb=0, timeout_s=60)).host_budget_bytes == 0
 
     play(shallow_model, main, host_budget_mb=900)
 
@@ -157,7 +158,7 @@ def test_the_processes_are_the_same_with_a_limit(own_moe: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         await client.ask(LORE, sampling=FEW).completed()
         found = []
-        for limit_mb in (0, 400):
+        for limit_mb in (8192, 400):
             await client.set_budget(VRAM_MB, host_budget_mb=limit_mb, timeout_s=60)
             await trio.sleep(4 * MEASURE_S)  # until no earlier measurement counts
             found.append((await figures(client))["processes_bytes"])
@@ -186,7 +187,9 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
             while True:
                 low_mb = (await client.budget()).host_floor_bytes / MIB + 1
                 try:
-                    released = await client.set_budget(vram_mb, host_budget_mb=low_mb, observe=n_shrinks % 20 == 0)
+                    released = await client.set_budget(
+                        vram_mb, host_budget_mb=low_mb, observe=n_shrinks % 20 == 0, timeout_s=60
+                    )
                 except BudgetBelowFloor:  # the processes have grown meanwhile
                     continue
                 assert released.host_used_bytes <= released.host_budget_bytes == int(low_mb * MIB)
@@ -200,7 +203,7 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
             while True:
                 await shrink()
                 await trio.sleep(0.02)
-                await client.set_budget(vram_mb, host_budget_mb=0, observe=False)
+                await client.set_budget(vram_mb, host_budget_mb=0, observe=False, timeout_s=60)
                 await trio.sleep(0.02)
 
         async with trio.open_nursery() as nursery:
@@ -209,7 +212,7 @@ def test_a_hundred_shrinks_while_jobs_run_change_no_text(own_deep_model: Path) -
             while n_shrinks < 100:
                 again.add((await client.ask(LORE * 2, sampling=FEW).completed()).text)
             nursery.cancel_scope.cancel()
-        await client.set_budget(vram_mb, host_budget_mb=0)
+        await client.set_budget(vram_mb, host_budget_mb=0, timeout_s=60)
         await talk(client, 1)  # a copy of at least one conversation is in the store then
         await shrink()
         engine = (await client.stats()).engine
@@ -250,8 +253,8 @@ def test_the_store_is_within_a_strict_limit_in_a_hundred_thousand_samples() -> N
     copier = threading.Thread(target=copy)
     copier.start()
     try:
-        for at in range(100):
-            limit = limits[at % len(limits)]
+        while n_samples < 100_000 or n_copies <= 100:
+            limit = limits[n_samples // 1000 % len(limits)]
             store.set_limit(limit, strict=True)
             while store.held_bytes > limit:  # until the copy that was being made is done
                 time.sleep(0)
@@ -261,8 +264,6 @@ def test_the_store_is_within_a_strict_limit_in_a_hundred_thousand_samples() -> N
     finally:
         over.set()
         copier.join()
-    assert n_samples == 100_000
-    assert n_copies > 100
     assert n_refused > 0
 
 

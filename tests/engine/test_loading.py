@@ -18,6 +18,7 @@ def test_a_load_and_a_long_prompt_tell_how_far_they_are(deep_model: Path) -> Non
     scope = frameshard.launch(
         deep_model,
         device="emulated:0.02",  # each step takes longer than steps of which several are told together
+        mode="stream_only",
         vram_budget_mb=16,
         n_ctx=1536,
         n_ubatch=256,

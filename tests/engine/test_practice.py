@@ -23,8 +23,8 @@ DEVICE = "emulated:1"
 FIELDS: dict[str, object] = {"device": DEVICE, "mode": "planned", "speculate": "off", "n_ctx": 1024, "n_parallel": 1}
 BUDGET = 40 << 20
 N_PROMPT = 400
-TOO_FAST = 6
-MOST_JOBS = 8
+TOO_FAST = 12
+MOST_JOBS = 40
 
 
 def faster(profile: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_the_speed_of_the_cpu_is_learnt(shallow_model: Path, tmp_path: Path, mon
         for _ in range(3):
             measured(child)
     (known,) = tmp_path.rglob("corrections-*.json")
-    assert json.loads(known.read_text())["cpu_factor"] > TOO_FAST / 3
+    assert json.loads(known.read_text())["cpu_factor"] > 2
 
 
 def test_equal_ratios_are_kept_until_predictions_stay_the_same(

@@ -23,7 +23,7 @@ SLOW_TEMPLATE = (
 )
 # By its bytes it might fit the context, so it must be tokenised, which takes a second: each byte becomes a token.
 LONG = "\u2581" * 36_000
-TALK = {"temperature": 0.0, "max_tokens": 3000}
+TALK = {"temperature": 0.0, "max_tokens": 16_000}
 MANY = 20
 """The least number of tokens that the other job generates meanwhile. With a single thread it would be at most one."""
 
@@ -42,28 +42,33 @@ def talker(child: EngineProcess) -> Iterator[int]:
     child.wait_for("token", job=job)
     yield job
     child.send(op="cancel", job=job)
-    child.wait_for("cancelled", "done", job=job)
+    assert child.finish(job)[job][-1]["ev"] == "cancelled"
 
 
-def tokens_until(child: EngineProcess, talker: int, job: int, *names: str) -> tuple[int, dict[str, Any]]:
-    """Counts the tokens of ``talker`` until the first event of ``job``, whose name must be one of ``names``."""
-    child.stats()  # its answer shows that the engine has read all commands before it
+def tokens_until_failure(
+    child: EngineProcess, talker: int, prompt: str | list[dict[str, str]]
+) -> tuple[int, dict[str, Any]]:
+    """Submits a job that fails. Counts the tokens of ``talker`` from when the engine reads it until it has failed."""
+    with child.at_once():
+        child.send(op="stats", seq=0)
+        job = child.submit(prompt)
+    child.wait_for("stats")
     count = 0
     while (event := child.next_event()).get("job") != job:
         count += event["ev"] == "token" and event["job"] == talker
-    assert event["ev"] in names, event
+    assert event["ev"] == "failed", event
     return count, event
 
 
 def test_others_talk_while_a_long_prompt_is_tokenised(child: EngineProcess, talker: int) -> None:
-    count, failed = tokens_until(child, talker, child.submit(LONG), "failed")
+    count, failed = tokens_until_failure(child, talker, LONG)
     assert failed["error"]["name"] == "context_overflow"
     assert failed["error"]["detail"]["n_prompt"] == 108_004
     assert count >= MANY
 
 
 def test_others_talk_while_a_template_takes_its_time(child: EngineProcess, talker: int) -> None:
-    count, failed = tokens_until(child, talker, child.submit(user("be slow")), "failed")
+    count, failed = tokens_until_failure(child, talker, user("be slow"))
     assert failed["error"]["name"] == "bad_argument"
     assert count >= MANY
 
@@ -127,7 +132,7 @@ def test_the_engine_ends_while_a_request_is_read(tmp_path: Path) -> None:
 
 
 def test_plans_wait_in_one_short_queue(tiny_model: Callable[[str], Path]) -> None:
-    with engine(tiny_model("llama"), device="emulated", n_ctx=4096, n_parallel=2) as child:
+    with engine(tiny_model("llama"), device="emulated", n_ctx=16384, n_parallel=2) as child:
         talker = child.submit("Once upon a time", params=TALK)
         child.wait_for("token", job=talker)
         for seq in range(30):

@@ -13,11 +13,11 @@ FIELDS: dict[str, object] = {"device": "emulated", "n_ctx": 1024, "n_parallel": 
 
 def test_tokens_do_not_wait_for_a_plan(shallow_model: Path, tmp_path: Path) -> None:
     """The plan for a new budget waits here until some tokens were decoded with the old one."""
-    log, params = tmp_path / "log", {"max_tokens": 400}
+    log, params = tmp_path / "log", {"max_tokens": 600}
     with open(log, "wb") as messages:
         child = EngineProcess(program=[str(PROGRAM)], log=messages)
     try:
-        ready = child.load(shallow_model, mode="stream_only", **FIELDS)
+        ready = child.load(shallow_model, mode="stream_only", speculate="off", **FIELDS)
         assert ready["ev"] == "ready", ready
         alone = text(child.run(CASTLE, params=params))
         job = child.submit(CASTLE, params=params)

@@ -174,7 +174,9 @@ def test_an_answer_that_began_with_another_ones_lore_survives_a_kill(deep_model:
         sampling = frameshard.Sampling(max_tokens=40, temperature=0.9, seed=4)
         lore = LORE[:300]
         tale = f"{lore} In the year 11"
-        async with frameshard.launch(deep_model, n_parallel=2, n_ctx=512, n_threads=1, **options) as client:
+        async with frameshard.launch(
+            deep_model, n_parallel=2, n_ctx=512, n_threads=1, hang_still_s=60, **options
+        ) as client:
             alone = await client.complete(tale, sampling=sampling).completed()
             few = frameshard.Sampling(max_tokens=4)
             await client.complete(f"{lore} Ten years later,", conversation="one", sampling=few).completed()
@@ -220,7 +222,6 @@ def test_a_warm_up_reads_while_nothing_else_does(model_path: Path) -> None:
         talker = child.submit("Once upon a time", params={"max_tokens": 30})
         child.wait_for("token", job=talker)
         warm = child.submit(lore, warm_up=True, priority=-1)
-        child.wait_for("started", job=warm)
         ends = [child.wait_for("done") for _ in range(2)]
         assert [(end["job"], end["n_generated"]) for end in ends] == [(talker, 30), (warm, 0)]
         first = child.run(npc(1), params=FEW)

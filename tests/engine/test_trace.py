@@ -93,9 +93,9 @@ def test_experts_are_computed_while_those_of_later_steps_are_copied(tiny_model: 
     largest = max(span["n_bytes"] for span in spans if span["lane"] == "device")  # products with a tensor of experts
     products = [span for span in spans if span["lane"] == "device" and span["n_bytes"] == largest]
     copies = [span for span in spans if span["lane"] == "copy"]
-    beside = sum(
-        max(0.0, min(copy["end_s"], product["end_s"]) - max(copy["start_s"], product["start_s"]))
-        for copy in copies
+    beside = [
+        product
         for product in products
-    )
-    assert beside > 0.5 * sum(product["end_s"] - product["start_s"] for product in products)
+        if any(copy["start_s"] < product["end_s"] and product["start_s"] < copy["end_s"] for copy in copies)
+    ]
+    assert len(beside) > 0.5 * len(products)
