@@ -33,6 +33,9 @@ from frameshard.wire import messages as m
 DEADLINE_S = 180.0
 """Ends a test that hangs. It is long, so that no result depends on the speed of the machine."""
 
+PATIENT = {"hang_still_s": 60.0, "hang_idle_s": 60.0}
+"""Options of launches: an engine that the machine pauses for seconds is not replaced. Many tests count the restarts."""
+
 WORDS = " ".join(f"word{index}" for index in range(200))
 GREEDY = frameshard.Sampling(max_tokens=100_000, temperature=0.0)
 
@@ -71,7 +74,7 @@ def in_both(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 def launch(**options: Any) -> frameshard.ClientScope:
     """Launches a sidecar with the fake engine."""
-    options.setdefault("engine", fake_engine())
+    options = {"engine": fake_engine(), **PATIENT, **options}
     return frameshard.launch("no model", **options)
 
 
@@ -94,8 +97,10 @@ def alive(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     """The child processes that were not waited for."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for tasks in lists for child in tasks.read_text().split()]
+    while True:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+            lists = Path(f"/proc/{pid}/task").glob("*/children")
+            return [int(child) for tasks in lists for child in tasks.read_text().split()]
 
 
 def gone_after(pids: list[int], timeout_s: float = 60.0) -> float:

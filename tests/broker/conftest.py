@@ -1,4 +1,4 @@
-"""A server for the tests of the fallback: our own HTTP server before a second sidecar."""
+"""Time for sidecars to end, and a server for the tests of the fallback: our own HTTP server before a second sidecar."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
+import frameshard.client
 from fallbacks import KEY, N_CTX
 from frameshard.testing import fake_engine
 from servers import Server, server, sidecar
+from sidecars import DEADLINE_S
+
+
+@pytest.fixture(autouse=True)
+def time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that the machine pauses while it ends is not killed, which would leave its files behind."""
+    monkeypatch.setattr(frameshard.client, "EXIT_S", DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,9 @@ async def test_the_server_answers_while_the_engine_is_off(http: Server, place: P
     async with proxy(http.port) as door:
         async with with_fallback(door, place, engine=engine, restart_limit=0, off_pause_s=1000.0) as client:
             sick.touch()
-            os.kill((await client.stats()).broker.engine_pid or 0, signal.SIGKILL)
+            engine_pid = (await client.stats()).broker.engine_pid
+            assert engine_pid is not None
+            os.kill(engine_pid, signal.SIGKILL)
             with trio.fail_after(DEADLINE_S):
                 while (await client.stats()).broker.engine != "off":
                     await trio.sleep(0.01)

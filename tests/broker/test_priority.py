@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,76 +14,80 @@ import trio
 import frameshard
 from frameshard import errors
 from frameshard.testing import fake_engine
-from sidecars import in_trio, launch
+from frameshard.wire import messages as m
+from sidecars import in_trio, launch, raw_peer, until
 
 
-class Talk:
-    """Runs jobs whose answer is their prompt, and records the order in which they end."""
-
-    def __init__(self, client: frameshard.Client, nursery: trio.Nursery) -> None:
-        self.ended: list[str] = []
-        self._client = client
-        self.nursery = nursery
-
-    async def say(self, name: str, n: int, priority: int) -> None:
-        text = " ".join(f"{name}{i}" for i in range(n))
-        sampling = frameshard.Sampling(max_tokens=n, temperature=0.0)
-        result = await self._client.complete(text, sampling=sampling, priority=priority).completed()
-        assert (result.text, result.n_generated) == (text, n)
-        self.ended.append(name)
-
-    async def begin(self, name: str, n: int, priority: int) -> None:
-        """Starts a job, and returns when the engine has it."""
-        running = await self.running()
-        self.nursery.start_soon(self.say, name, n, priority)
-        while await self.running() == running:
-            await trio.sleep(0.005)
-
-    async def running(self) -> int:
-        return (await self._client.stats()).broker.jobs_running
+def complete(client: frameshard.Client, prompt: str, n: int, priority: int) -> frameshard.Stream:
+    return client.complete(prompt, sampling=frameshard.Sampling(max_tokens=n, temperature=0.0), priority=priority)
 
 
-@asynccontextmanager
-async def talk(n_parallel: int) -> AsyncIterator[Talk]:
-    async with launch(engine=fake_engine(delay_s=0.002), n_parallel=n_parallel) as client:
-        async with trio.open_nursery() as nursery:
-            yield Talk(client, nursery)
+async def read(stream: frameshard.Stream) -> None:
+    with suppress(errors.JobCancelled):
+        await stream.completed()
 
 
 @in_trio
 async def test_urgent_jobs_pause_the_one_of_the_lowest_priority() -> None:
-    async with talk(2) as jobs:
-        await jobs.begin("background", 400, 0)
-        await jobs.begin("normal", 400, 1)
-        for number in range(5):
-            await jobs.say(f"urgent{number}-", 20, 2)
-        assert len(jobs.ended) == 5
-    assert jobs.ended[5:] == ["normal", "background"]
+    async with launch(engine=fake_engine(delay_s=0.002, endless=True), n_parallel=2) as client:
+        told: list[bool] = []
+        async with (
+            complete(client, "hum", 100_000, 0) as background,
+            complete(client, "hm", 100_000, 1) as normal,
+            trio.open_nursery() as nursery,
+        ):
+            normal.on_paused = told.append
+            for stream in (background, normal):
+                nursery.start_soon(read, stream)
+            for _ in range(5):  # more of them would raise the background job
+                async with complete(client, "now", 100_000, 2) as urgent:
+                    await until(lambda: background.paused)
+                    await urgent.__anext__()
+                await until(lambda: not background.paused)
+            assert not told
+            for stream in (background, normal):
+                await stream.cancel()
 
 
-@pytest.mark.parametrize("priority", [0, 1, 2])
 @in_trio
-async def test_jobs_of_one_priority_do_not_pause_each_other(priority: int) -> None:
-    async with talk(1) as jobs:
-        await jobs.begin("first", 200, priority)
-        await jobs.say("second", 1, priority)
-    assert jobs.ended == ["first", "second"]
+async def test_jobs_of_one_priority_do_not_pause_each_other() -> None:
+    async with launch(engine=fake_engine(delay_s=0.002, endless=True), n_parallel=1) as client:
+        for priority in range(3):
+            told: list[bool] = []
+            async with complete(client, "first", 100_000, priority) as first:
+                first.on_paused = told.append
+                second = complete(client, "second", 1, priority)
+                async with second:
+                    for _ in range(50):
+                        await first.__anext__()
+                    broker = (await client.stats()).broker
+                    assert (broker.jobs_running, broker.jobs_queued, told) == (1, 1, [])
+                    await first.cancel()
+                    assert (await second.completed()).text == "second"
 
 
 @in_trio
 async def test_no_job_waits_for_ever() -> None:
-    """There are always two urgent jobs for one slot. The background job still gets the slot after a while."""
-    async with talk(1) as jobs:
-        await jobs.begin("urgent", 50, 2)
-        jobs.nursery.start_soon(jobs.say, "background", 50, 0)
-
-        async def urgent_ones() -> None:
-            while "background" not in jobs.ended:
-                await jobs.say("urgent", 3, 2)
-
-        jobs.nursery.start_soon(urgent_ones)
-        jobs.nursery.start_soon(urgent_ones)
-    assert 2 < jobs.ended.index("background") < 40
+    """There are always urgent jobs for the one slot. The background job still gets it after a while, and keeps it."""
+    async with launch(engine=fake_engine(delay_s=0.002, endless=True), n_parallel=1) as client:
+        async with raw_peer(client.info) as peer:  # its messages show in which order the jobs ended
+            await peer.greet()
+            for job in range(1, 50):
+                priority, n = (0, 50) if job == 2 else (2, 100_000 if job == 1 else 3)
+                sampling = m.Sampling(max_tokens=n)
+                submit = m.Submit(job, peer.epoch, job, "completion", prompt="x", sampling=sampling, priority=priority)
+                await peer.say(submit)
+                assert isinstance(await peer.hear_of(job), m.Ok)
+            await peer.say(m.Cancel(50, peer.epoch, 1))
+            ended: list[int] = []
+            while 2 not in ended:
+                event = await peer.hear()
+                if isinstance(event, m.Delta):
+                    await peer.say(m.Credit(peer.epoch, event.job, event.seq + 1))
+                elif isinstance(event, m.Done):
+                    ended.append(event.job)
+            assert ended[:-1] == list(range(3, ended[-2] + 1))
+            assert 2 < len(ended) < 40
 
 
 @in_trio
@@ -96,10 +99,6 @@ async def test_a_job_is_told_that_it_is_paused_and_that_it_continues() -> None:
         async def urgent() -> None:
             brief = frameshard.Sampling(max_tokens=2)
             await client.complete("li", sampling=brief, priority=2).completed()
-
-        async def read(stream: frameshard.Stream) -> None:
-            with suppress(errors.JobCancelled):
-                await stream.completed()
 
         for window, least, most in ((2, 0, 6), (256, 2, 12)):
             told: list[bool] = []

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 import frameshard
 from frameshard import errors, program
+from frameshard.broker import endpoint as places
+from frameshard.broker.listener import Listener
 from frameshard.testing import fake_engine
 from frameshard.wire import launch as wire_launch
 from sidecars import directory_of, in_trio, launch
@@ -31,6 +34,7 @@ async def main():
 trio.run(main)
 """
 ASK_SYNC = """
+import time
 from frameshard.sync import Finished, Sidecar
 from frameshard.testing import fake_engine
 
@@ -39,6 +43,7 @@ with Sidecar.launch("no model", engine=fake_engine()) as sidecar:
     job = sidecar.complete("a b")
     while not job.ended:
         sidecar.poll()
+        time.sleep(0.002)
     print(job.text)
 """
 REAL_ENGINE = """
@@ -207,22 +212,23 @@ def broker(config: dict[str, Any], **environment: str) -> tuple[int, dict[str, A
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
-    with socket.create_server(("127.0.0.1", 0)) as taken, tempfile.TemporaryDirectory(dir="/tmp") as squatted:
+    for path in (tmp_path, tmp_path / "file" / "in", "/proc/here", "/", "a\0b", "x" * 300):
+        with pytest.raises(errors.BadArgument), places.private_file(Path(path)):
+            pass
+    with pytest.raises(errors.BadArgument), places.claim("ipc", "ipc:///proc/no/here"):
+        pass
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        public, secret = zmq.curve_keypair()
+        with pytest.raises(errors.EndpointInUse):
+            Listener(f"tcp://127.0.0.1:{taken.getsockname()[1]}", secret, public)
+    with tempfile.TemporaryDirectory(dir="/tmp") as squatted:
         (Path(squatted) / "frameshard").mkdir(mode=0o755)
-        for config, environment, name in [
-            ({"connect_file": str(tmp_path / "no" / "where")}, {}, "bad_argument"),
-            ({"connect_file": str(tmp_path)}, {}, "bad_argument"),
-            ({"connect_file": str(tmp_path / "file" / "in")}, {}, "bad_argument"),
-            ({"connect_file": "/proc/here"}, {}, "bad_argument"),
-            ({"connect_file": "/"}, {}, "bad_argument"),
-            ({"connect_file": "a\0b"}, {}, "bad_argument"),
-            ({"connect_file": "x" * 300}, {}, "bad_argument"),
-            ({"endpoint": "ipc:///proc/no/here"}, {}, "bad_argument"),
-            ({"endpoint": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}, {}, "endpoint_in_use"),
-            ({}, {"XDG_RUNTIME_DIR": squatted}, "bad_argument"),
-        ]:
+        for config, environment in (
+            ({"connect_file": str(tmp_path / "no" / "where")}, {}),
+            ({}, {"XDG_RUNTIME_DIR": squatted}),
+        ):
             status, error = broker(config, **environment)
-            assert (status, error["name"]) == (3, name), (config, error)
+            assert (status, error["name"]) == (3, "bad_argument"), (config, error)
     assert (tmp_path / "file").read_text() == "precious"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 

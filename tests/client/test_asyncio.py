@@ -162,8 +162,9 @@ async def test_a_launch_that_is_cancelled_leaves_nothing() -> None:
 
 
 @in_asyncio
-async def test_a_frozen_broker() -> None:
+async def test_a_frozen_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on when it is thawed. One that is still frozen at the end of the block is ended."""
+    monkeypatch.setattr(frameshard.client, "EXIT_S", 3.0)
     async with launch(engine=fake_engine(delay_s=0.001)) as client:
         pid = (await client.stats()).broker.pid
         async with client.complete(WORDS) as stream:
@@ -180,8 +181,9 @@ async def test_a_frozen_broker() -> None:
 
 
 @in_asyncio
-async def test_a_second_cancellation_during_the_end_leaves_no_process() -> None:
+async def test_a_second_cancellation_during_the_end_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The block waits for a frozen broker when it is cancelled again."""
+    monkeypatch.setattr(frameshard.client, "EXIT_S", 3.0)
     entered = asyncio.Event()
 
     async def work() -> None:

@@ -6,21 +6,21 @@ import fcntl
 import io
 import os
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import trio
 from PIL import Image
 
 import frameshard
 from frameshard import errors, sync
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
-from sidecars import in_trio, launch, raw_peer
+from sidecars import in_trio, launch, raw_peer, until
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 SHORT = frameshard.Sampling(max_tokens=6, temperature=0.0)
@@ -76,7 +76,7 @@ async def test_the_broker_refuses_memory_that_is_not_what_it_should_be(tmp_path:
                 answer = await peer.tell({**request, "messages": [{"role": "user", "content": "x"}], "images": [case]})
                 assert (answer.error.name, answer.error.detail["field"]) == ("bad_argument", "images"), case
         stats = await client.stats()
-        held = [os.readlink(f"/proc/{stats.broker.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{stats.broker.pid}/fd")]
+        held = open_files(stats.broker.pid)
         assert not [name for name in held if "memfd:test" in name]  # the broker does not keep refused images
 
 
@@ -113,20 +113,22 @@ async def test_images_of_all_kinds_reach_the_model(shallow_model: Path, mmproj_p
         expected = (await client.complete(QUESTION, images=[png(noise(300, 300, 3))], sampling=SHORT).completed()).text
         async with client.complete(QUESTION, images=[png(noise(300, 300, 3))], sampling=SHORT) as stream:
             await stream.__anext__()
-            os.kill((await client.stats()).broker.engine_pid or 0, signal.SIGKILL)
+            engine = (await client.stats()).broker.engine_pid
+            assert engine is not None
+            os.kill(engine, signal.SIGKILL)
             assert (await stream.completed()).text == expected
-        descriptors = f"/proc/{(await client.stats()).broker.pid}/fd"
-        with trio.fail_after(60):
-            while any("frameshard-image" in os.readlink(f"{descriptors}/{fd}") for fd in os.listdir(descriptors)):
-                await trio.sleep(0.01)
-        assert not [fd for fd in os.listdir("/proc/self/fd") if "frameshard-image" in _link(fd)]
+        broker = (await client.stats()).broker.pid
+        await until(lambda: not any("frameshard-image" in name for name in open_files(broker)))
+        assert not [name for name in open_files(os.getpid()) if "frameshard-image" in name]
 
 
-def _link(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except FileNotFoundError:
-        return ""  # the listing itself opens a descriptor
+def open_files(pid: int) -> list[str]:
+    """What the descriptors of a process stand for."""
+    names = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # it is closed already, as that of the listing itself
+            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return names
 
 
 def test_the_polled_client_takes_images_too() -> None:
@@ -135,4 +137,5 @@ def test_the_polled_client_takes_images_too() -> None:
         sidecar.wait_ready()
         while not job.ended:
             sidecar.poll()
+            time.sleep(0.002)
         assert job.text == "one two"

@@ -14,7 +14,7 @@ import frameshard
 from frameshard import errors
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
-from sidecars import DEADLINE_S, in_trio, launch, until_ready
+from sidecars import DEADLINE_S, PATIENT, in_trio, launch, until_ready
 
 PROMPT = "Tell me about the old lighthouse at the end of the bay."
 SAMPLING = frameshard.Sampling(max_tokens=30, temperature=0.8, seed=5, logit_bias=(m.LogitBias(-100.0, token=2),))
@@ -28,7 +28,9 @@ def test_the_engine_is_killed_in_a_thought_and_behind_it(opening_model: Path) ->
 
     async def main() -> None:
         options = {"device": "emulated", "mode": "stream_only", "n_parallel": 1, "n_ctx": 512, "n_ubatch": 64}
-        async with frameshard.launch(opening_model, log=subprocess.DEVNULL, n_threads=1, **options) as client:
+        async with frameshard.launch(
+            opening_model, log=subprocess.DEVNULL, n_threads=1, **options, **PATIENT
+        ) as client:
 
             async def said(kill_at: int | None = None) -> tuple[str, str, int, int]:
                 """Thought, text and their tokens. The engine is killed when so many tokens have come."""

@@ -224,17 +224,23 @@ def test_a_conversation_with_calls_goes_on_after_the_engine_is_killed(talking_mo
         (call, *_) = expected.tool_calls
         jsonschema.validate(json.loads(call.arguments), price.schema)
 
+        async def graphs() -> int:
+            return int((await client.stats()).engine["graphs"])  # type: ignore[index]
+
         heard: list[ToolCall] = []
+        await client.set_pacing(target_tokens_per_second=5)  # the call must not end before the kill
+        start = await graphs()
         async with client.ask("What is ale?", conversation="mira", **asked) as stream:
             stream.on_tool_call = heard.append
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(stream.completed)
-                while (await client.stats()).engine["tokens_per_second"] == 0:  # type: ignore[index]
+                while await graphs() < start + 3:
                     await trio.sleep(0.01)
                 before = (await client.stats()).broker
                 assert before.engine_pid is not None
                 assert not heard
                 os.kill(before.engine_pid, signal.SIGKILL)
+                await client.set_pacing()
         assert tuple(heard) == stream.tool_calls == expected.tool_calls
         await sidecars.until_ready(client, before.engine_restarts + 1)
 

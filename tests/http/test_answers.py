@@ -189,7 +189,10 @@ def test_the_lease_is_read_and_set(http: Server) -> None:
         lease = http.ask("PUT", "/lease", {"vram_budget_mb": 160, "version": 7, "reason": "test"}).json
         assert lease["vram_budget_bytes"] == 160 << 20
         assert lease["used_bytes"] <= 160 << 20
-        assert lease == http.ask("GET", "/lease").json | {"used_bytes": lease["used_bytes"]}
+        again = http.ask("GET", "/lease").json
+        assert lease.keys() == again.keys()
+        for name in ("vram_budget_bytes", "floor_bytes", "state", "version", "host_budget_bytes"):
+            assert lease[name] == again[name]  # the memory in use may have changed meanwhile
         assert (lease["state"], lease["version"]) == ("active", 7)
     assert http.metric("vram_budget_bytes") == 160 << 20
 

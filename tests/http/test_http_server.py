@@ -184,8 +184,9 @@ def test_faults_of_the_sidecar_have_their_status(http: Server, tmp_path: Path) -
         died = http.chat("poison", stream=stream)
         assert (died.status, died.error["code"], died.error["type"]) == (503, "engine_died", "server_error")
         assert died.headers["retry-after"] == "1"
-    engine = fake_engine(delay_s=0.01, endless=True, crash_at_token=5)
-    with sidecar(tmp_path, engine=engine, max_client_jobs=1) as (connect_file, _), server(connect_file) as other:
+    # The job hangs until the engine is killed for it, twice.
+    options = {"engine": fake_engine(endless=True, hang_at_token=5), "hang_busy_s": 3.0, "max_client_jobs": 1}
+    with sidecar(tmp_path, **options) as (connect_file, _), server(connect_file) as other:
         with contextlib.closing(other.begin("POST", CHAT, {"messages": HELLO, "stream": True})) as connection:
             response = connection.getresponse()
             assert response.readline()

@@ -43,8 +43,13 @@ def chat(url: str, key: str) -> str:
 
 
 async def server_of(client: frameshard.Client) -> int:
-    """The process id of the HTTP server."""
-    (pid,) = set(children(client.info.pid)) - {(await client.stats()).broker.engine_pid}
+    """The process id of the HTTP server, when it runs."""
+    engine = (await client.stats()).broker.engine_pid
+    others: set[int] = set()
+    while not others:
+        await trio.sleep(0.01)
+        others = set(children(client.info.pid)) - {engine}
+    (pid,) = others
     return pid
 
 

@@ -187,7 +187,10 @@ async def test_a_script_limits_host_memory(own_shallow_model: Path, tmp_path: Pa
 
 @in_trio
 async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_nothing(shallow_model: Path) -> None:
-    events = (trace.Vram(0.0, 8192), trace.Vram(0.1, 8180, by="page"))
+    events = (
+        trace.Vram(0.0, 8192, deadline_ms=30_000),
+        trace.Vram(0.1, 8180, deadline_ms=30_000, by="page"),
+    )
     async with frameshard.launch(shallow_model, device="emulated", n_ctx=512) as client:
         before = await client.budget()
         recording = await play(client, trace.Trace("greedy", "", 0.3, 8192, events), as_recorded=True)

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from frameshard.errors import (
+    BY_NAME,
     BadArgument,
     BadMessage,
     ConnectionLost,
@@ -521,6 +522,12 @@ def test_bad_arguments_are_found_before_sending() -> None:
     assert link.client.next_frame() is None
     _, job = link.client.submit("completion", prompt="x")
     assert job == 1
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_errors_keep_their_class(name: str) -> None:
+    error = m.ErrorInfo.of(BY_NAME[name]("why", field="n")).exception()
+    assert (type(error), error.message, error.detail) == (BY_NAME[name], "why", {"field": "n"})
 
 
 def test_unknown_error_names_keep_their_words() -> None:
