@@ -29,12 +29,12 @@ build: $(VENV)/installed ## install frameshard and all it needs into .venv
 demo: $(VENV)/installed ## play samples/npc_dialogue unattended
 	$(BIN)/python samples/npc_dialogue/main.py --unattended
 
-# Three tests at a time: they wait for engines that compute with one thread, for disks and for deadlines.
+# Four tests at a time: they wait for engines that compute with one thread, for disks and for deadlines.
 test: lint ## lint, native tests, Python tests
 	$(NATIVE_BUILD) -B build/native-tests > build/native-tests.log || { cat build/native-tests.log; exit 1; }
 	cmake --build build/native-tests
 	ctest --test-dir build/native-tests --output-on-failure
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 lint: $(VENV)/installed ## ruff, mypy and clang-format, changing nothing
 	ruff check $(PYTHON_CODE)

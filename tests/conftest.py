@@ -1,6 +1,6 @@
 """Models for the tests. They are fetched or made once per machine, and kept in frameshard's cache directory.
 
-`make test` runs three processes of tests at a time.
+`make test` runs four processes of tests at a time.
 """
 
 from __future__ import annotations

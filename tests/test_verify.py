@@ -21,7 +21,7 @@ def verify(model: Path, budgets: str, *extra: str, threads: int = 1) -> subproce
     return subprocess.run(
         [
             *(sys.executable, "-m", "frameshard", "verify", "--model", str(model), "--device", "emulated"),
-            *("--threads", str(threads), "--generate", "32", "--vram-budget", budgets, "--json", *extra),
+            *("--threads", str(threads), "--generate", "16", "--vram-budget", budgets, "--json", *extra),
         ],
         capture_output=True,
         text=True,

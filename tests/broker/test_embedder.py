@@ -30,7 +30,7 @@ PAIRS = {
 """Similarities that the documentation of sentence-transformers and lessons with it show for this model."""
 
 TEXTS = sorted({text for pair in PAIRS for text in pair})
-LONG = "The innkeeper remembers who has paid. " * 60  # nearly as many tokens as the encoder takes
+LONG = "The innkeeper remembers who has paid. " * 20
 
 
 async def embedder_of(client: frameshard.Client) -> int:
