@@ -674,8 +674,8 @@ class Client:
         )
 
     def notices(self) -> Inbox[m.Notice]:
-        """The sidecar's notices from now on: ``async for notice in client.notices()``. At most 16 wait to be read;
-        further ones are dropped."""
+        """The sidecar's notices from now on: ``async for notice in client.notices()``. Of those that were
+        not read the last 16 are kept."""
         return self._listen(self._listeners)
 
     def set_pacing(
@@ -730,7 +730,7 @@ class Client:
         return self._asked(self._core.stats, m.Stats)
 
     def engine_changes(self) -> Inbox[m.Engine]:
-        """The changes of the engine's state from now on. At most 16 wait to be read; further ones are dropped."""
+        """The changes of the engine's state from now on. Of those that were not read the last 16 are kept."""
         return self._listen(self._watchers)
 
     def shutdown(self) -> Awaitable[None]:

@@ -32,18 +32,19 @@ class Statistics(NamedTuple):
 class Inbox(Generic[T]):
     """An asynchronous iterator over what arrives. It may be dropped without being closed.
 
-    :param limit: as many wait to be read; further ones are dropped.
+    :param limit: as many wait to be read; then each further one takes the place of the oldest, so that the last states
+        are known to a reader who comes late.
     """
 
     def __init__(self, limit: int) -> None:
         self.closed = False
         self._limit = limit
-        self._waiting: deque[T] = deque()
+        self._waiting: deque[T] = deque(maxlen=limit)
         self._changed = anyio.Event()
 
     def put(self, what: T) -> None:
-        """Adds something for the reader, unless the inbox is full or closed."""
-        if not self.closed and len(self._waiting) < self._limit:
+        """Adds something for the reader, unless the inbox is closed."""
+        if not self.closed:
             self._waiting.append(what)
             self._changed.set()
 

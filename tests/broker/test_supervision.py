@@ -382,7 +382,6 @@ async def test_an_engine_that_does_not_load_again_is_off_and_tried_again(tmp_pat
                 with pytest.raises(errors.EngineDied, match=r"the device is on fire|no engine runs now"):
                     await client.plan([64])  # it does not wait while an engine is tried
                 refused += 1
-        changes = client.engine_changes()  # the other one may be full
         sick.unlink()
         async for change in changes:
             if change.state == "ready":
@@ -397,6 +396,7 @@ async def test_a_wish_ends_a_long_pause_early(tmp_path: Path) -> None:
     sick = tmp_path / "sick"
     pauses = {"off_pause_s": 0.05, "off_pause_max_s": 3600.0}
     async with launch(engine=fake_engine(sick=str(sick)), restart_limit=0, **pauses) as client:
+        changes = client.engine_changes()
 
         async def lose_the_engine() -> None:
             sick.touch()
@@ -418,6 +418,10 @@ async def test_a_wish_ends_a_long_pause_early(tmp_path: Path) -> None:
             await client.complete("x").completed()
         await engine_pid(client)
         assert (await client.complete(WORDS).completed()).text == WORDS
+        unread = changes.statistics()
+        assert unread.current_buffer_used == unread.max_buffer_size
+        last = [changes.receive_nowait() for _ in range(unread.current_buffer_used)][-1]
+        assert last.state == "ready", "a reader who comes late learns the last state"
 
 
 @in_trio
