@@ -25,6 +25,8 @@ import thinking_models
 import tiny_models
 import tiny_vision
 from frameshard import models, system
+from frameshard.testing import fake_engine
+from servers import sidecar
 
 EXCEPTIONS: dict[str, str] = {}
 """Tests that do not run on this system: the start of their id, and why."""
@@ -244,3 +246,10 @@ def talking_model() -> Path:
 def mmproj_path() -> Path:
     """A vision tower with random weights for SmolLM2."""
     return made("tiny-vision", Path(tiny_vision.__file__), tiny_vision.make)
+
+
+@pytest.fixture(scope="module")
+def shared_sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The connect file of a sidecar for tests that change neither its engine nor its lease."""
+    with sidecar(tmp_path_factory.mktemp("shared"), engine=fake_engine(delay_s=0.002)) as (connect_file, _):
+        yield connect_file

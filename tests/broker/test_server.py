@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from frameshard.broker.server import Server
 from frameshard.testing import fake_engine
 from frameshard.wire import codec, connection
 from frameshard.wire import messages as m
-from servers import sidecar
 from sidecars import (
     GREEDY,
     WORDS,
@@ -56,20 +54,13 @@ trio.run(main)
 """
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The connect file of a sidecar for the tests that change neither its engine nor its lease."""
-    with sidecar(tmp_path_factory.mktemp("shared"), engine=fake_engine(delay_s=0.002)) as (connect_file, _):
-        yield connect_file
-
-
 def connect_file(client: frameshard.Client) -> str:
     return str(directory_of(client.info) / "connect.json")
 
 
 @in_trio
-async def test_a_stream_arrives_whole(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_a_stream_arrives_whole(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with client.complete(WORDS) as stream:
             events = [event async for event in stream]
         assert stream.text == WORDS
@@ -267,8 +258,8 @@ async def bad_frames(peer: RawPeer) -> None:
 
 
 @in_trio
-async def test_malformed_messages_are_answered_and_harm_nobody(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_malformed_messages_are_answered_and_harm_nobody(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with client.complete(WORDS) as stream:
             async with raw_peer(client.info) as stranger:
                 await bad_frames(stranger)
@@ -280,8 +271,8 @@ async def test_malformed_messages_are_answered_and_harm_nobody(shared: Path) -> 
 
 
 @in_trio
-async def test_multipart_messages_are_refused(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_multipart_messages_are_refused(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with raw_peer(client.info) as peer:
             await peer.greet()
             ping = m.encode(m.Ping(2, peer.epoch))
@@ -362,8 +353,8 @@ async def test_an_oversized_message_ends_its_connection_only() -> None:
 
 
 @in_trio
-async def test_greeting(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_greeting(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with raw_peer(client.info) as peer:
             lost = await peer.tell({"t": "stats", "id": 5, "epoch": peer.epoch})
             assert (lost.id, lost.error.name) == (5, "connection_lost")
@@ -381,8 +372,8 @@ async def test_greeting(shared: Path) -> None:
 
 
 @in_trio
-async def test_only_the_launch_key_comes_in(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_only_the_launch_key_comes_in(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with raw_peer(client.info, keys=zmq.curve_keypair()) as peer:
             with trio.move_on_after(1) as scope:
                 await peer.greet()
@@ -391,8 +382,8 @@ async def test_only_the_launch_key_comes_in(shared: Path) -> None:
 
 
 @in_trio
-async def test_unknown_jobs(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_unknown_jobs(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with raw_peer(client.info) as peer:
             await peer.greet()
             answer = await peer.tell({"t": "cancel", "id": 2, "epoch": peer.epoch, "job": 9})
@@ -400,8 +391,8 @@ async def test_unknown_jobs(shared: Path) -> None:
 
 
 @in_trio
-async def test_a_repeated_request_is_carried_out_once(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_a_repeated_request_is_carried_out_once(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with raw_peer(client.info) as peer:
             await peer.greet()
             submit = m.Submit(2, peer.epoch, 1, "completion", prompt="a b")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -17,20 +16,12 @@ import frameshard
 from frameshard import errors
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
-from servers import sidecar
 from sidecars import GREEDY, WORDS, alive, directory_of, in_both, in_trio, launch, until_lost
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The connect file of a sidecar for the tests that change neither its engine nor its lease."""
-    with sidecar(tmp_path_factory.mktemp("shared"), engine=fake_engine(delay_s=0.002)) as (connect_file, _):
-        yield connect_file
-
-
 @in_trio
-async def test_a_stream_by_events_and_as_a_whole(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_a_stream_by_events_and_as_a_whole(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with client.ask("one two three") as stream:
             texts = [event.text async for event in stream]
         assert "".join(texts) == stream.text == "one two three"
@@ -44,8 +35,8 @@ async def test_a_stream_by_events_and_as_a_whole(shared: Path) -> None:
 
 
 @in_trio
-async def test_a_conversation_remembers_what_was_heard(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_a_conversation_remembers_what_was_heard(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
 
         async def n_prompt(text: str, conversation: str | None = "inn", system: str | None = None) -> int:
             return (await client.ask(text, conversation=conversation, system=system).completed()).n_prompt
@@ -165,8 +156,8 @@ async def test_cancel() -> None:
 
 
 @in_both
-async def test_a_slow_reader_loses_nothing_and_slows_nobody(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_a_slow_reader_loses_nothing_and_slows_nobody(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with client.complete(WORDS) as slow:
             assert (await client.complete(WORDS).completed()).text == WORDS
             await anyio.sleep(0.5)
@@ -177,9 +168,9 @@ async def test_a_slow_reader_loses_nothing_and_slows_nobody(shared: Path) -> Non
 
 
 @in_both
-async def test_many_tasks_that_send_at_once_keep_their_session(shared: Path) -> None:
+async def test_many_tasks_that_send_at_once_keep_their_session(shared_sidecar: Path) -> None:
     """Each of them sends before the client reads the first answer. The sidecar must keep the answers."""
-    async with frameshard.connect(shared) as client:
+    async with frameshard.connect(shared_sidecar) as client:
 
         async def begin_and_leave() -> None:
             for _ in range(3):
@@ -195,22 +186,22 @@ async def test_many_tasks_that_send_at_once_keep_their_session(shared: Path) -> 
 
 
 @in_trio
-async def test_events_say_which_past_they_belong_to(shared: Path) -> None:
-    async with frameshard.connect(shared) as client:
+async def test_events_say_which_past_they_belong_to(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
         async with client.ask("one two", timeline=7) as stream:
             events = [event async for event in stream]
         assert {(event.timeline, event.epoch, event.job) for event in events} == {(7, client.info.epoch, 1)}
 
 
 @in_trio
-async def test_bad_arguments(shared: Path) -> None:
+async def test_bad_arguments(shared_sidecar: Path) -> None:
     with pytest.raises(errors.BadArgument):
         frameshard.launch("x", vram_budget_mb=-1)
     with pytest.raises(errors.BadArgument):
         frameshard.launch("x", colour="red")
     with pytest.raises(errors.BadArgument):
         frameshard.launch("x", n_ctx=0)
-    async with frameshard.connect(shared) as client:
+    async with frameshard.connect(shared_sidecar) as client:
         for stream in (
             client.complete(""),
             client.complete("x" * 70_000),

@@ -190,7 +190,7 @@ def test_cancel_in_a_long_prompt(slow_streamer: EngineProcess) -> None:
     assert child.wait_for("pong", "token")["ev"] == "pong"
     child.send(op="cancel", job=job)
     assert child.wait_for("cancelled", "done", job=job)["ev"] == "cancelled"
-    assert child.stats()["prompt_tokens"] - before < n_prompt
+    assert child.stats()["prompt_tokens"] - before < n_prompt / 4
     child.budget(0)
     assert ids(child.run(CASTLE, conversation="long", params=params)) == alone
 
