@@ -59,9 +59,11 @@ class EngineProcess:
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Sends all messages of the block in one piece: the engine reads them one right after the other."""
-        self._held = bytearray()
-        yield
-        packed, self._held = self._held, None
+        self._held = packed = bytearray()
+        try:
+            yield
+        finally:
+            self._held = None
         self.socket.sendall(packed)
 
     def next_event(self, *, seconds: float = PATIENCE_S) -> Event:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
+from servers import until
+
 CASTLE = user("Who lives in the old castle?")
 LONG = "The wind blew over the hills and the old road was empty. "
 MIB = 1 << 20
@@ -200,10 +202,10 @@ def test_planned_mode_keeps_its_budget(model_path: Path) -> None:
         jobs = [child.submit(CASTLE, params={"max_tokens": 30}) for _ in range(3)]
         child.wait_for("token", job=jobs[0])
         child.budget(80 * MIB)
-        while child.stats()["budget_bytes"] != 80 * MIB:
-            time.sleep(0.01)
+        until(lambda: child.stats()["budget_bytes"] == 80 * MIB)
         child.finish(*jobs)
         stats = child.stats()
+        assert stats["budget_bytes"] == 80 * MIB
         assert stats["used_bytes"] <= 80 * MIB
         assert stats["peak_bytes"] <= 100 * MIB
         assert stats["cpu_bytes"] + stats["streamed_bytes"] > 0

@@ -20,6 +20,7 @@ import mutants
 from frameshard.broker.frameblock import FrameBlockMemory
 from frameshard.errors import BadModel
 from frameshard.frame import FrameBlock
+from servers import until
 
 MIB = 1 << 20
 FIELDS: dict[str, object] = {
@@ -318,8 +319,7 @@ def test_shrinks_and_cancels_in_the_middle_of_encodes(
             frames.begin()
             generation = frames.set_budget(44 * MIB)
             assert child.finish(job)[job][-1]["ev"] == "done"
-            while frames.answer.applied_generation < generation:  # an idle engine applies it too, if later
-                time.sleep(0.01)
+            until(lambda: frames.answer.applied_generation == generation)  # an idle engine applies it too, if later
             assert (frames.answer.applied_generation, frames.answer.budget_bytes) == (generation, 44 * MIB)
             assert frames.answer.used_bytes <= 44 * MIB
         cancel_encode(child, 21)
