@@ -121,6 +121,7 @@ def test_plan_on_the_emulated_device(model_path: Path) -> None:
     [
         (("--vram-budget", "1"), "budget_below_floor", "below the floor"),
         (("--vram-budget", "lots"), "bad_argument", "not a size"),
+        (("--vram-budget", "600", "--prompt", "5000"), "bad_argument", "add --ctx 5512"),
         (("--vram-budget", "600", "--profile", "/missing.json"), "bad_argument", "cannot read"),
         (("--vram-budget", "600", "--model", "/missing.gguf"), "model_not_found", "no model file"),
     ],

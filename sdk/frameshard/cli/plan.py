@@ -68,10 +68,15 @@ def run(args: argparse.Namespace) -> int:
         import frameshard.engine  # noqa: F401 - llama.cpp before numpy
 
     from frameshard import models
+    from frameshard.errors import BadArgument
     from frameshard.plan.model import read_model
 
     if args.plot:
         figures.check(args.plot)
+    if args.prompt > args.ctx:
+        raise BadArgument(
+            f"a prompt of {args.prompt} tokens needs a larger context than {args.ctx}: add --ctx {args.prompt + 512}"
+        )
     words = [word.strip() for word in args.vram_budget.split(",")]
     for size in (word for word in words if word not in ("floor", "full")):
         common.parse_size(size)  # report a typing error before measuring
@@ -128,8 +133,7 @@ class _Forecast:
         overhead = 0 if self.device == native.EMULATED else memory.DRIVER_BYTES
         files = [read_adapter(path, model) for _, path in map(adapter_of, args.adapter)]
         shares = routing.recall(model)
-        self.n_used = min(args.prompt, args.ctx)
-        workload = Workload(args.ctx, self.n_used, n_parallel=args.parallel, n_ubatch=args.ubatch, kv_type=args.kv_type)
+        workload = Workload(args.ctx, args.prompt, n_parallel=args.parallel, n_ubatch=args.ubatch, kv_type=args.kv_type)
         steps = memory.estimate_steps(model, self.device, workload)
         fixed = memory.fixed_vram(model, self.device, overhead) + vram_bytes(files, steps.sizes[0][0])
         self.buffers = fixed + steps.floor_bytes
@@ -143,7 +147,7 @@ class _Forecast:
             host_budget_bytes=args.host_budget,
             steps=steps,
             context=self.context,
-            n_ctx_used=self.n_used,
+            n_ctx_used=args.prompt,
             n_ubatch=args.ubatch,
             routing=shares,
             corrections=self._corrections,
@@ -221,7 +225,7 @@ class _Forecast:
             f"floor about {common.format_size(full.floor_bytes)}, everything resident from about "
             f"{common.format_size(full.full_bytes)} ({common.format_size(self.buffers)} of it for buffers and "
             f"{common.format_size(self.context.whole)} for a full context of {self.n_ctx} tokens for each job; "
-            f"{common.format_size(self.context.used)} for {self.n_used} of them). "
+            f"{common.format_size(self.context.used)} for {self.n_prompt} of them). "
             "Estimated without loading: a launch says the exact figures, which are no larger."
         )
         if self._corrections.seen or self._corrections.cpu_factor != 1.0:
