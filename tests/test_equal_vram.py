@@ -84,7 +84,7 @@ KV_BYTES = 3072 * 2 * 3 * 64 * 2
 """Of a layer of SmolLM2, with 3 KV heads of 64 values, for 3,072 tokens."""
 
 
-SAYS = ("weights", "fixed", "per_ubatch_token", "staged", "attention_pays")
+SAYS = ("weights", "fixed", "per_ubatch_token", "per_prompt_token", "staged", "attention_pays")
 
 
 class Machine:
@@ -108,16 +108,22 @@ class Machine:
         self.weights |= {f"999 0 {args[3]}": n_bytes for args, n_bytes in attention_on_gpu(model, KV_BYTES * n)}
         self.attention_pays = pays
         self.fixed, self.per_ubatch_token, self.staged = fixed_mib * MIB, mib_per_512 * MIB // 512, staged_mib * MIB
+        self.per_prompt_token = 0
         self.whole = max(self.weights.values())
-        says = {name: getattr(self, name) for name in SAYS}
-        (folder / "machine.json").write_text(json.dumps(says))
+        self.folder = folder
+        self.say()
         self.environment = {"STAND_IN": str(folder / "machine.json"), "STAND_IN_VRAM": str(self.vram)}
 
-    def peak(self, setting: Setting) -> int:
+    def say(self) -> None:
+        """Tells the stand-in the sizes."""
+        (self.folder / "machine.json").write_text(json.dumps({name: getattr(self, name) for name in SAYS}))
+
+    def peak(self, setting: Setting, n_prompt: int = 0) -> int:
         values = dict(zip(setting.placement[::2], setting.placement[1::2], strict=True))
         weights = self.weights[f"{values['-ngl']} {values.get('-ncmoe', '0')} {values.get('-ot', '')}"]
         staged = self.staged if weights < self.whole else 0
-        return weights + self.fixed + setting.ubatch * self.per_ubatch_token + staged
+        fixed = self.fixed + n_prompt * self.per_prompt_token
+        return weights + fixed + setting.ubatch * self.per_ubatch_token + staged
 
     def runs(self) -> list[dict[str, Any]]:
         """The arguments of all runs since the last call."""
@@ -175,12 +181,34 @@ def test_dense_layers(
     assert len(runs) - len(with_attention) <= 8
     assert f"llama.cpp at 1003 MiB: {best} peaks at {-(-machine.peak(best) // MIB)} MiB" in caplog.messages
     assert f"llama.cpp at 1003 MiB: {more} takes more" in caplog.messages
-    for each in runs:  # short, but with the context and the prompt that decide the peak
-        expected = ("3072", "3000", "1,1") if workload is LONG_PROMPT else ("3072", "100", "1,8")
-        assert (each["-c"], each["-npp"], each["-ntg"]) == expected
+    assert {each["-c"] for each in runs} == {"3072"}  # it decides the peak
+    kinds = {(each["-npp"], each["-ntg"]) for each in runs}
+    if workload is LONG_ANSWER:
+        assert kinds == {("100", "1,8")}
+    else:  # the whole prompt is read once for each ubatch
+        assert kinds == {("2048", "1,1"), ("2048,3000", "1")}
+        whole = [each for each in runs if each["-npp"] != "2048"]
+        assert [each["-ub"] for each in whole] == ["2048", "512"]
+        assert whole[0]["-ngl"] == best.placement[1]
     # A second budget begins with what the first has shown.
     assert find.find(budget + 10 * MIB) != best
     assert len([each for each in machine.runs() if "-ot" not in each]) <= 6
+
+
+def test_a_long_prompt_that_takes_more_gets_fewer_layers(
+    model_path: Path, finder: Callable[..., tuple[Machine, Finder]]
+) -> None:
+    machine, find = finder(model_path, LONG_PROMPT, 900, 10, 3)
+    machine.per_prompt_token = 20 << 10  # 19 MiB more than one ubatch takes, three layers
+    machine.say()
+    budget = (900 + 4 * 10 + 3 + 120) * MIB
+    best = find.find(budget)
+    assert best is not None
+    ngl = int(best.placement[1])
+    more = Setting(("-ngl", str(ngl + 1)), best.ubatch)
+    assert machine.peak(best, 3000) <= budget < machine.peak(more, 3000)
+    beyond = Setting(("-ngl", str(ngl + 2)), best.ubatch)
+    assert machine.peak(beyond, 2048) <= budget  # as the search found before it read the whole prompt
 
 
 def test_attention_of_all_layers_where_that_is_faster(

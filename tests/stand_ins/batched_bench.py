@@ -1,9 +1,9 @@
 """Stands in for llama.cpp's llama-batched-bench: takes VRAM by its arguments, and answers with rates by its arguments.
 
-The file ``$STAND_IN`` says how much: ``weights`` (with KV) by ``"NGL NCMOE OT"``, ``fixed`` and ``per_ubatch_token`` in
-bytes. ``staged`` is taken too unless all weights are on the GPU, or with ``--no-op-offload``, which is ten times slower
-in prompts. ``attention_pays`` is how much more a byte is worth on the GPU with ``-ot``. Each run adds its arguments to
-the file ``runs`` in the folder ``$STAND_IN_VRAM``.
+The file ``$STAND_IN`` says how much: ``weights`` (with KV) by ``"NGL NCMOE OT"``, ``fixed``, ``per_ubatch_token`` and
+``per_prompt_token`` in bytes. ``staged`` is taken too unless all weights are on the GPU, or with ``--no-op-offload``,
+which is ten times slower in prompts. ``attention_pays`` is how much more a byte is worth on the GPU with ``-ot``. Each
+run adds its arguments to the file ``runs`` in the folder ``$STAND_IN_VRAM``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ def main() -> None:
     ubatch = int(given["-ub"])
     weights = machine["weights"][f"{given['-ngl']} {given.get('-ncmoe', '0')} {given.get('-ot', '')}"]
     whole = max(machine["weights"].values())
+    prompts = [int(each) for each in given["-npp"].split(",")]
     used = weights + machine["fixed"] + ubatch * machine["per_ubatch_token"]
+    used += max(prompts) * machine["per_prompt_token"]
     used += machine["staged"] if weights < whole and copies else 0
     for parts in (8, 4, 2, 1):  # a look at the VRAM reads it up to three times, and counts the first
         take(folder, used // parts)
     share = weights / whole
     if "-ot" in given:
         share = min(share * machine["attention_pays"], 1.0)
-    for tokens in map(int, given["-ntg"].split(",")):
-        speed = {"t_pp": (2 - share) * (1 if copies else 10) * 1000 / ubatch, "speed_tg": 10 / (2 - share)}
-        print(json.dumps({"tg": tokens, **speed}), flush=True)
+    speed = {"t_pp": (2 - share) * (1 if copies else 10) * 1000 / ubatch, "speed_tg": 10 / (2 - share)}
+    for _ in prompts:
+        for tokens in map(int, given["-ntg"].split(",")):
+            print(json.dumps({"tg": tokens, **speed}), flush=True)
 
 
 def take(folder: Path, n_bytes: int) -> None:

@@ -4,7 +4,8 @@ More layers on the GPU take more VRAM and are faster, so for each way to divide 
 most layers are looked for that fit. The ways are whole layers (``-ngl``, then experts by ``-ncmoe``) and, where keys
 and values are large, the attention of all layers with some of the feed-forward networks (``-ot``). Of the settings
 found the one with the shortest time for prompt and answer is the best. A run that takes too much is stopped at once. It
-is short, but has the row's context and prompt, which decide the peak.
+decodes few tokens, but has the row's context, which decides the peak. Of a long prompt the search reads one ubatch, and
+what it finds is run again with the whole prompt. Where that takes more VRAM, fewer layers are tried.
 
 In prompts llama.cpp copies the weights that it keeps on the CPU to the GPU, the largest tensor too. Where no setting
 has room for that, it computes them on the CPU (``--no-op-offload``).
@@ -22,14 +23,14 @@ from frameshard.plan.memory import kv_bytes
 from frameshard.plan.workload import Workload
 
 from . import common
-from .upstream import AboveLimit, Placements, Setting, attention_on_gpu, cells, layers_on_gpu
+from .upstream import UBATCH, AboveLimit, Placements, Setting, attention_on_gpu, cells, layers_on_gpu
 
 if TYPE_CHECKING:
     from .upstream import Measured, Program
 
 logger = logging.getLogger("frameshard")
 
-UBATCHES = (2048, 512)
+UBATCHES = (UBATCH, 512)
 LARGE_KV = 1 / 16
 """The share of the weights from which on keys and values decide where attention should be. With less, ``-ot`` leaves
 about the same bytes to the CPU as ``-ngl``."""
@@ -117,28 +118,35 @@ class Finder:
         return min(found, key=lambda each: self._seconds(each[1]))[0]
 
     def _most(self, budget_bytes: int, way: Placements, ubatch: int) -> tuple[Setting, Measured] | None:
-        """The most layers on the GPU that fit, and their run."""
+        """The most layers on the GPU that fit, and their run with the whole prompt."""
+        n_prompt = self._workload.n_prompt
+        best = self._search(budget_bytes, way, ubatch, min(n_prompt, UBATCH))
+        if best is not None and n_prompt > UBATCH:
+            best = self._search(budget_bytes, way[: best[0] + 1], ubatch, n_prompt)
+        return None if best is None else (Setting(way[best[0]][0], ubatch), best[1])
+
+    def _search(self, budget_bytes: int, way: Placements, ubatch: int, n_prompt: int) -> tuple[int, Measured] | None:
+        """The index of the last placement that fits with so many tokens of prompt, and its run."""
         overhead = self._overheads.get(ubatch, max(self._overheads.values(), default=OVERHEAD))
         sizes = [n_bytes for _, n_bytes in way]
         search, best = Search(sizes, budget_bytes, overhead), None
         while (index := search.next) is not None:
-            setting = Setting(way[index][0], ubatch)
-            measured = self._run(setting, budget_bytes)
+            measured = self._run(Setting(way[index][0], ubatch), budget_bytes, n_prompt)
             if measured is None:
                 search.does_not_fit(index)
                 continue
             assert measured.nvml_peak is not None
             search.fits(index, measured.nvml_peak)
             self._overheads[ubatch] = measured.nvml_peak - sizes[index]
-            best = setting, measured
+            best = index, measured
         return best
 
-    def _run(self, setting: Setting, budget_bytes: int) -> Measured | None:
-        """A short run; ``None`` if it takes more than the budget."""
+    def _run(self, setting: Setting, budget_bytes: int, n_prompt: int) -> Measured | None:
+        """A run with few tokens to decode; ``None`` if it takes more than the budget."""
         what = f"llama.cpp at {common.format_size(budget_bytes)}: {setting}"
-        n_generate = min(GENERATED, self._workload.n_generate)
+        short = {"n_prompt": n_prompt, "n_generate": min(GENERATED, self._workload.n_generate)}
         try:
-            measured = self._program.run(setting, self._workload, n_generate=n_generate, limit_bytes=budget_bytes)
+            measured = self._program.run(setting, self._workload, **short, limit_bytes=budget_bytes)
         except AboveLimit:
             logger.info("%s takes more", what)
             return None

@@ -187,17 +187,24 @@ class Program:
     observe: Callable[[], Observer] | None
 
     def run(
-        self, setting: Setting, workload: Workload, *, n_generate: int | None = None, limit_bytes: float = math.inf
+        self,
+        setting: Setting,
+        workload: Workload,
+        *,
+        n_prompt: int | None = None,
+        n_generate: int | None = None,
+        limit_bytes: float = math.inf,
     ) -> Measured:
         """Runs the program. Its first prompt is not counted, because it allocates and uploads.
 
-        :param n_generate: tokens to decode, if fewer than the workload has; the context is the workload's.
+        :param n_prompt: tokens of prompt, if fewer than the workload has; the context is the workload's.
+        :param n_generate: tokens to decode, likewise.
         :param limit_bytes: the run is stopped as soon as its VRAM is above.
         :raises FrameshardError: the program failed; the message has its last output.
         :raises AboveLimit: its VRAM was above the limit.
         """
         generate = n_generate or workload.n_generate
-        command = self._command(setting, workload, generate)
+        command = self._command(setting, workload, n_prompt or workload.n_prompt, generate)
         with tempfile.TemporaryFile("w+") as log:
             try:
                 ran = run_observed(command, self.observe, log, limit_bytes=limit_bytes, env=environment())
@@ -213,11 +220,15 @@ class Program:
                 raise FrameshardError(f"{' '.join(command)} failed: {last}")
         return Measured(rows[-1]["t_pp"], rows[-1]["speed_tg"], ran.peak_bytes)
 
-    def _command(self, setting: Setting, workload: Workload, generate: int) -> list[str]:
+    def _command(self, setting: Setting, workload: Workload, prompt: int, generate: int) -> list[str]:
         parallel = workload.n_parallel
         command = [self.binary, "-m", str(self.model.path), "-c", str(cells(workload) * parallel)]
-        command += [*batch(setting.ubatch), "-fa", "on", "-t", str(self.threads), "-npp", str(workload.n_prompt)]
-        command += ["-ntg", f"1,{generate}", "-npl", str(parallel), "--output-format", "jsonl"]
+        command += [*batch(setting.ubatch), "-fa", "on", "-t", str(self.threads)]
+        if prompt > UBATCH:  # one step of it allocates and uploads
+            command += ["-npp", f"{UBATCH},{prompt}", "-ntg", str(generate)]
+        else:
+            command += ["-npp", str(prompt), "-ntg", f"1,{generate}"]
+        command += ["-npl", str(parallel), "--output-format", "jsonl"]
         return [*command, *self.device, *setting.placement, *kv_type(workload.kv_type)]
 
 
