@@ -246,6 +246,7 @@ bool Device::hold(GraphMemory &memory) {
     if (used > most && ring.capacity() > ring_for_prompts) {
         ring.resize(ring_for_prompts); // cached experts are of less use to a prompt than what all its tokens need
     }
+    kv.spill_surplus(bytes); // before the ring gives up the room in which copies of weights run ahead
     bool held = memory.take(inner, ledger, bytes);
     // The device has less than the budget allows: another program holds the rest.
     while (!held && arena.evict()) {

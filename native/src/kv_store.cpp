@@ -399,8 +399,8 @@ void KvStore::release_window() {
     generation_++;
 }
 
-void KvStore::spill_surplus() {
-    while (!fits((int64_t)window_lacks()) && spill_block()) {
+void KvStore::spill_surplus(size_t more) {
+    while (!fits((int64_t)(window_lacks() + more)) && spill_block()) {
     }
 }
 

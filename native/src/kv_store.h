@@ -70,10 +70,10 @@ class KvStore {
     void allow_spares(bool allowed); // if not, they are freed
     size_t add_spare(); // takes or clears it for one block; returns its bytes, 0 when there is no more to do
 
-    bool spill_block();    // one block moves to host memory; false: none is left
-    void spill_surplus();  // until the others fit the budget
-    size_t fetch_blocks(); // back into VRAM with what fits there; returns bytes
-    bool ensure_window();  // false: there is no room for one pane
+    bool spill_block();                  // one block moves to host memory; false: none is left
+    void spill_surplus(size_t more = 0); // until the others fit the budget, with `more` bytes beside them
+    size_t fetch_blocks();               // back into VRAM with what fits there; returns bytes
+    bool ensure_window();                // false: there is no room for one pane
     void release_window();
     size_t window_lacks(); // bytes that the window lacks of two panes, or of one if there is one block in host memory
     size_t window_bytes() const { return window_ ? ggml_backend_buffer_get_size(window_.get()) : 0; }
