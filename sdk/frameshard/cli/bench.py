@@ -332,8 +332,9 @@ def _turned(words: list[int], seq: int) -> list[int]:
 
 
 def _windows(runtime: Runtime, workload: Workload, *, any_tokens: bool) -> dict[str, figures.Window]:
-    """The windows of a time line: the second of several tokens after a prompt, and the second of two ubatches. These
-    are in the middle of a run, so the ring is in its usual state."""
+    """The windows of a time line: the second of several tokens after a prompt, and the third of three ubatches. These
+    are in the middle of a run, so the ring is in its usual state. The second ubatch waits for a plan, because the first
+    has taken room from the ring."""
     assert runtime.device is not None
     words, tokens = _tokens(runtime, workload.n_prompt, any_at_all=any_tokens)
     _read(runtime, workload.n_parallel, tokens)
@@ -348,7 +349,7 @@ def _windows(runtime: Runtime, workload: Workload, *, any_tokens: bool) -> dict[
     decode = figures.Window(what, runtime.device.stop_trace(), at[1], at[2])
     runtime.device.start_trace()
     part = tokens[: runtime.step]
-    for _ in range(2):
+    for _ in range(3):
         runtime.clear(0)
         at.append(time.perf_counter())
         runtime.decode_tokens(0, part)
