@@ -55,8 +55,8 @@ class Samples:
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_S):
-            self.card = max(self.card, self._used_of_card() - self._before)
-            used = self.observer.used()
+            card, used = self._used_of_card() - self._before, self.observer.used()
+            self.card = max(self.card, card)  # asked before, so that take() has not reset the maximum meanwhile
             if used is not None:
                 self.process = max(self.process, used)
                 self.count += 1
