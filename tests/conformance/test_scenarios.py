@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ import zmq
 
 import frameshard
 import sidecars
-from frameshard import models
 from frameshard.testing import fake_engine
 
 HERE = Path(__file__).parent
@@ -37,7 +37,7 @@ LETTERS = "é漢🐈ж"
 
 
 class Runner:
-    """The runner's process, and its events that no step has used yet."""
+    """A runner's process, and its events that no step has used yet."""
 
     def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -128,9 +128,10 @@ class Stranger:
 class Play:
     """One scenario with one runner."""
 
-    def __init__(self, runner: Runner, place: Path) -> None:
+    def __init__(self, runner: Runner, place: Path, fixture: Callable[[str], Any]) -> None:
         self.runner = runner
         self.place = place
+        self.fixture = fixture
         self.names: dict[str, Any] = {}
         self.sidecars: list[subprocess.Popen[bytes]] = []
         self.strangers: list[Stranger | newer.Newer] = []
@@ -187,13 +188,13 @@ class Play:
             self.names[step["as"]] = value
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The first line for a sidecar: with a model by its name, or with a fake engine and its faults."""
+        """The first line for a sidecar: with models by the fixtures' names, or with a fake engine and its faults."""
         options = dict(options)
         if "engine" in options:
             options["engine"] = list(fake_engine(**options["engine"]))
         if "embedder" in options:
-            options["embedder"] = str(models.resolve(options["embedder"]))
-        options["model"] = str(models.resolve(options["model"])) if "model" in options else "none"
+            options["embedder"] = str(self.fixture(options["embedder"]))
+        options["model"] = str(self.fixture(options["model"])) if "model" in options else "none"
         return options
 
     # ---- steps ------------------------------------------------------------------------------------------------------
@@ -435,20 +436,31 @@ def _fits(found: Any, wanted: Any) -> bool:
 
 
 @pytest.fixture(scope="session", params=runners.NAMES)
-def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def command(request: pytest.FixtureRequest) -> list[str]:
     """The command of a binding's runner, which is built if necessary."""
     return runners.command(request.param)
 
 
+@pytest.fixture(scope="session")
+def idle(command: list[str]) -> Iterator[list[Runner]]:
+    """The runner of the scenarios before, if the last of them has passed."""
+    left: list[Runner] = []
+    yield left
+    for runner in left:
+        assert runner.close() == 0
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
-def test_scenario(command: list[str], scenario: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if '"embedder"' in json.dumps(scenario):
-        request.getfixturevalue("encoder_path")
-    runner = Runner(command)
-    play = Play(runner, tmp_path)
+def test_scenario(
+    command: list[str], idle: list[Runner], scenario: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    runner = idle.pop() if idle else Runner(command)
+    play = Play(runner, tmp_path, request.getfixturevalue)
     try:
         play.run(scenario["steps"])
+        play.run([{"do": "close"}])
+        idle.append(runner)
     finally:
-        status = runner.close()
+        status = 0 if idle else runner.close()
         play.close()
     assert status == 0
