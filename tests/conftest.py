@@ -234,11 +234,11 @@ def deep_model() -> Path:
 
 @pytest.fixture(scope="session")
 def talking_model() -> Path:
-    """A tiny model with a chat template."""
+    """A tiny model with one layer and a chat template, for tests of what is done with its tokens."""
     return made(
-        "tiny-talking",
+        "tiny-talking-flat",
         Path(tiny_models.__file__),
-        lambda path: tiny_models.make("llama", path, chat_template=tiny_models.CHATML),
+        lambda path: tiny_models.make("llama", path, n_layer=1, chat_template=tiny_models.CHATML),
     )
 
 

@@ -11,8 +11,8 @@ from engine_driver import EngineProcess, engine, ids, text
 
 import tiny_models
 
-PROMPT = "abc def ghi jkl mno pqr stu vwx yz. " * 6
-PARAMS = {"temperature": 1.0, "seed": 3, "max_tokens": 24}
+PROMPT = "abc def ghi jkl mno pqr stu vwx yz. " * 3
+PARAMS = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module", params=list(itertools.product(tiny_models.ARCHS, ("cpu", "emulated"))), ids="-".join)

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -114,8 +114,8 @@ def check(name: str, answer: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_model: Callable[[str], Path]) -> Iterator[EngineProcess]:
-    with engine(tiny_model("llama"), n_ctx=1024, n_parallel=16) as child:
+def tiny(talking_model: Path) -> Iterator[EngineProcess]:
+    with engine(talking_model, n_ctx=1024, n_parallel=16) as child:
         yield child
 
 
@@ -133,10 +133,10 @@ def refusal(events: list[Event], field: str = "json_schema") -> str:
 # --- answers fit ------------------------------------------------------------------------------------------------------
 
 
-def test_whatever_is_drawn_fits(tiny_model: Callable[[str], Path]) -> None:
+def test_whatever_is_drawn_fits(talking_model: Path) -> None:
     """There are 200 seeds and 20 schemas. All allowed tokens are drawn with equal probability, unlike with a model."""
     assert len(SCHEMAS) == 20
-    config = EngineConfig(str(tiny_model("llama")), n_ctx=512, n_parallel=1, n_threads=1)
+    config = EngineConfig(str(talking_model), n_ctx=512, n_parallel=1, n_threads=1)
     with Runtime.load(config) as runtime:
         pieces = [runtime.tokenizer.piece(token) for token in range(runtime.n_vocab)]
         for name, schema in SCHEMAS.items():
@@ -172,8 +172,8 @@ def test_every_answer_that_ends_fits(tiny: EngineProcess) -> None:
     assert ended >= 0.95 * len(jobs)
 
 
-def test_a_model_that_has_an_idea(model_path: Path) -> None:
-    with engine(model_path, n_ctx=1024, n_parallel=4) as child:
+def test_a_model_that_has_an_idea(wordy_model: Path) -> None:
+    with engine(wordy_model, n_ctx=1024, n_parallel=4) as child:
         names = ("item", "person", "types", "any")
         jobs = {
             child.submit(
@@ -251,8 +251,8 @@ def test_forms_that_cannot_be_used(tiny: EngineProcess, form: dict[str, object],
     assert len(message) < 600
 
 
-def test_control_tokens_are_no_text(model_path: Path) -> None:
-    config = EngineConfig(str(model_path), n_ctx=512, n_parallel=1, n_threads=1)
+def test_control_tokens_are_no_text(shallow_model: Path) -> None:
+    config = EngineConfig(str(shallow_model), n_ctx=512, n_parallel=1, n_threads=1)
     with Runtime.load(config) as runtime:
         matcher = runtime.forms.matcher(Form("json_schema", '{"type": "string"}'))
         for token in runtime.tokenizer.tokenize('"a', add_special=False):
@@ -284,10 +284,10 @@ def test_max_tokens_cuts_an_answer_off(tiny: EngineProcess) -> None:
     assert text(events).startswith("[")
 
 
-def test_an_object_has_only_what_is_named_unless_it_says_otherwise(tiny_model: Callable[[str], Path]) -> None:
+def test_an_object_has_only_what_is_named_unless_it_says_otherwise(talking_model: Path) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
     rest = b'{"a":null,'
-    with Runtime.load(EngineConfig(str(tiny_model("llama")), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
+    with Runtime.load(EngineConfig(str(talking_model), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
 
         def goes_on(schema: dict[str, Any]) -> bool:
             matcher = runtime.forms.matcher(Form("json_schema", json.dumps(schema)))
@@ -358,7 +358,8 @@ ATTACKS: dict[str, object] = {
 
 
 def test_a_hostile_schema_hurts_nobody_else(tiny: EngineProcess) -> None:
-    other = tiny.submit("Once", params={"temperature": 0.0, "max_tokens": 900})
+    endless = [{"token": 2, "bias": -100}]  # without the end of an answer
+    other = tiny.submit("Once", params={"temperature": 0.0, "max_tokens": 900, "logit_bias": endless})
     jobs = {job(tiny, schema, 1, max_tokens=20): name for name, schema in ATTACKS.items()}
     answers = tiny.finish(other, *jobs)
     assert (answers[other][-1]["ev"], len(ids(answers[other]))) == ("done", 900)
@@ -416,9 +417,9 @@ def test_the_process_that_checks_is_started_again(tiny: EngineProcess) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stream_only", "planned"])
-def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], Path], mode: str) -> None:
+def test_an_answer_goes_on_after_the_engines_death(talking_model: Path, mode: str) -> None:
     """In stream-only mode the text is the same. In planned mode it fits the schema."""
-    model, config = tiny_model("llama"), {"device": "emulated", "mode": mode, "n_ctx": 1024, "n_parallel": 2}
+    model, config = talking_model, {"device": "emulated", "mode": mode, "n_ctx": 1024, "n_parallel": 2}
     params = {**WARM, "seed": 5, "json_schema": json.dumps(SCHEMAS["party"])}
     child = EngineProcess()
     try:
@@ -443,13 +444,13 @@ def test_an_answer_goes_on_after_the_engines_death(tiny_model: Callable[[str], P
                 assert ids(old) + ids(events) == ids(whole)
 
 
-def test_drafts_do_not_change_an_answer(tiny_model: Callable[[str], Path]) -> None:
+def test_drafts_do_not_change_an_answer(talking_model: Path) -> None:
     """The answer repeats itself, so many tokens are drafted. A rejected token must not change what is allowed next."""
     schema = {"type": "array", "items": {"enum": ["no weapons", "no magic", "no talk"]}, "minItems": 6, "maxItems": 9}
     answers = []
     for speculate in ("auto", "off"):
         with engine(
-            tiny_model("llama"), device="emulated", mode="stream_only", n_ctx=1024, n_parallel=4, speculate=speculate
+            talking_model, device="emulated", mode="stream_only", n_ctx=1024, n_parallel=4, speculate=speculate
         ) as child:
             jobs = [job(child, schema, seed) for seed in range(4)]
             done = child.finish(*jobs)

@@ -132,12 +132,13 @@ def test_a_paused_job_goes_on_where_it_was(deep_model: Path, mode: str) -> None:
     """Also if it was paused in mid-prompt."""
     options: dict[str, Any] = {"mode": mode, "n_parallel": 1, "n_ctx": 2048, "n_ubatch": 128}
     params = {"temperature": 0.8, "seed": 3, "max_tokens": 24}
+    lore = LORE[:500]
     with engine(deep_model, **options) as child:
-        alone = child.run(LORE, params=params)
+        alone = child.run(lore, params=params)
         assert len(ids(alone)) == 24
         for n_tokens in (0, 7):
             before = child.stats()["prompt_tokens"]
-            job = child.submit(LORE, params={**params, "max_tokens": 700})
+            job = child.submit(lore, params={**params, "max_tokens": 700})
             started = child.wait_for("started", job=job)
             said = [child.wait_for("token", job=job)["id"] for _ in range(n_tokens)]
             while not said:
@@ -155,7 +156,7 @@ def test_a_paused_job_goes_on_where_it_was(deep_model: Path, mode: str) -> None:
             before = child.stats()["prompt_tokens"]
             history = {"history": started["history"]} if mode == "stream_only" else {}
             params["max_tokens"] = max(24, len(said) + 4)
-            child.send(op="submit", job=job, kind="completion", prompt=LORE, sampling=params, resume=said, **history)
+            child.send(op="submit", job=job, kind="completion", prompt=lore, sampling=params, resume=said, **history)
             events = child.finish(job)[job]
             if mode == "stream_only":
                 assert [*said, *ids(events)][:24] == ids(alone)
@@ -216,9 +217,9 @@ def test_cells_stand_for_an_earlier_decode_only_if_the_shapes_are_equal(
     assert repeated(shapes, history, limit) == n
 
 
-def test_a_warm_up_reads_while_nothing_else_does(model_path: Path) -> None:
+def test_a_warm_up_reads_while_nothing_else_does(shallow_model: Path) -> None:
     lore = [{"role": "system", "content": LORE}]
-    with engine(model_path, n_ctx=1024, n_parallel=2, n_ubatch=32) as child:
+    with engine(shallow_model, n_ctx=1024, n_parallel=2, n_ubatch=32) as child:
         talker = child.submit("Once upon a time", params={"max_tokens": 30})
         child.wait_for("token", job=talker)
         warm = child.submit(lore, warm_up=True, priority=-1)

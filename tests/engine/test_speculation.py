@@ -169,13 +169,17 @@ def test_an_engine_is_killed_in_the_middle_of_an_answer(speculating: EngineProce
 def test_a_conversation_goes_on_from_what_was_kept(speculating: EngineProcess) -> None:
     """The answers end in the middle of a draft: by length, by a stop string, and by a cancel."""
     prompt = "Count: 1 2 3 1 2 3 1 2 3"
-    for params in ({"max_tokens": 17}, {"stop": [" 3 1"]}, {}):
-        job = speculating.submit(prompt, conversation="kept", params={"max_tokens": 400, **params})
-        if not params:
+    for end in ("length", "stop", "cancelled"):
+        params: dict[str, object] = {"max_tokens": {"length": 17, "stop": 24, "cancelled": 400}[end]}
+        if end == "stop":
+            params["stop"] = [text(speculating.run(prompt, params={"max_tokens": 20}))[-6:]]
+        job = speculating.submit(prompt, conversation="kept", params=params)
+        if end == "cancelled":
             for _ in range(9):
                 speculating.wait_for("token", job=job)
             speculating.send(op="cancel", job=job)
-        speculating.finish(job)
+        last = speculating.finish(job)[job][-1]
+        assert last.get("reason", last["ev"]) == end
         prompt += " 1 2 3 1 2 3 4 5 6"
     again = speculating.run(prompt, conversation="kept")
     assert again[0]["n_reused"] > 30
