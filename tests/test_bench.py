@@ -24,12 +24,12 @@ def bench(model_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_rows_and_a_time_line(model_path: Path, tmp_path: Path) -> None:
+def test_rows_and_a_time_line(shallow_model: Path, tmp_path: Path) -> None:
     picture = tmp_path / "time.svg"
     result = bench(
-        model_path,
+        shallow_model,
         "--vram-budget",
-        "60,full",
+        "30,full",
         "--stream-only",
         "--timeline",
         str(picture),
@@ -37,7 +37,7 @@ def test_rows_and_a_time_line(model_path: Path, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    assert document["rows"][0]["budget_mb"] == 60.0
+    assert document["rows"][0]["budget_mb"] == 30.0
     for row in document["rows"]:
         assert row["peak_vram_mb"] <= row["budget_mb"]
         assert row["ubatch"] == 256  # in stream-only mode it is the same at every budget, and at most the context
@@ -78,8 +78,8 @@ def test_a_picture_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_run_is_said(args: tuple[str, ...], says: str, model_path: Path) -> None:
-    result = bench(model_path, *args)
+def test_what_cannot_be_run_is_said(args: tuple[str, ...], says: str, shallow_model: Path) -> None:
+    result = bench(shallow_model, *args)
     assert result.returncode == 2
     assert says in result.stderr
     assert "Traceback" not in result.stderr
@@ -143,15 +143,15 @@ def test_attention_on_the_gpu_leaves_networks_to_the_cpu(model_path: Path, moe_p
         before = n_bytes
 
 
-def test_nothing_above_the_largest_budget_is_held(model_path: Path) -> None:
+def test_nothing_above_the_largest_budget_is_held(shallow_model: Path) -> None:
     script = """
 import sys
 from frameshard.cli import common
 from frameshard.wire.engine import EngineConfig
 config = EngineConfig(model=sys.argv[1], device="emulated", n_ctx=512, n_parallel=1, n_threads=1)
-with common.load_within(config, "40,60") as runtime:
+with common.load_within(config, "30,40") as runtime:
     print(runtime.device.stats().peak_bytes)
 """
-    command = [sys.executable, "-c", script, str(model_path)]
+    command = [sys.executable, "-c", script, str(shallow_model)]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert 0 < peak <= 60 << 20
+    assert 0 < peak <= 40 << 20

@@ -319,9 +319,9 @@ def bench(path: Path, machine: Machine, *args: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
-def test_the_command_measures_with_what_it_found(model_path: Path, tmp_path: Path) -> None:
-    machine = Machine(tmp_path, read_model(model_path), 52, 1)
-    result = bench(model_path, machine, "--json")
+def test_the_command_measures_with_what_it_found(shallow_model: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, read_model(shallow_model), 52, 1)
+    result = bench(shallow_model, machine, "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["equal_vram"] is True
@@ -341,9 +341,9 @@ def test_the_command_measures_with_what_it_found(model_path: Path, tmp_path: Pat
     assert f"llama.cpp at 60 MiB: {theirs['placement']} peaks at {theirs['peak_nvml_mb']:.0f} MiB" in result.stderr
 
 
-def test_both_allowances_are_measured_in_turn(model_path: Path, tmp_path: Path) -> None:
-    machine = Machine(tmp_path, read_model(model_path), 52, 1)
-    result = bench(model_path, machine, "--vs-budget", "both", "--json")
+def test_both_allowances_are_measured_in_turn(shallow_model: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, read_model(shallow_model), 52, 1)
+    result = bench(shallow_model, machine, "--vs-budget", "both", "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["equal_vram"] is True
@@ -356,16 +356,16 @@ def test_both_allowances_are_measured_in_turn(model_path: Path, tmp_path: Path) 
     measured = [each for each in machine.runs() if each["-ntg"] == "1,4"]
     held = large["upstream"]["placement"].split()[1]
     assert [each["-ngl"] for each in measured[-6:]] == ["0", held, "0"] * 2
-    result = bench(model_path, machine, "--vs-budget", "weights", "--json", "--repeat", "1")
+    result = bench(shallow_model, machine, "--vs-budget", "weights", "--json", "--repeat", "1")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["equal_vram"] is False
     assert all(row["upstream"]["placement"] == "-ngl 0" for row in document["rows"])
 
 
-def test_the_table_says_what_does_not_fit(model_path: Path, tmp_path: Path) -> None:
-    machine = Machine(tmp_path, read_model(model_path), 80, 1)
-    result = bench(model_path, machine, "--markdown", "--repeat", "1", "--vs-budget", "both")
+def test_the_table_says_what_does_not_fit(shallow_model: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, read_model(shallow_model), 80, 1)
+    result = bench(shallow_model, machine, "--markdown", "--repeat", "1", "--vs-budget", "both")
     assert result.returncode == 0, result.stderr
     assert "whole process is held to the budget" in " ".join(result.stdout.split())
     assert result.stdout.count("does not fit") == 2
