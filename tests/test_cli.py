@@ -62,14 +62,6 @@ def test_help_loads_no_heavy_module() -> None:
     assert not {"numpy", "llama_cpp", "zmq", "trio"} & set(modules)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_explains_itself(command: str) -> None:
-    result = frameshard(command, "--help")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"usage: frameshard {command}")
-    assert len(result.stdout.splitlines()) > 5
-
-
 def test_the_installed_command_is_the_module() -> None:
     script = Path(sys.executable).with_name("frameshard")
     if not script.exists():
@@ -192,9 +184,9 @@ def test_chat_ctrl_c_ends_the_answer_then_the_program(model_path: Path) -> None:
         assert chat.wait(30) == 130
 
 
-def test_serve_serves_until_it_is_told_to_stop(model_path: Path, tmp_path: Path) -> None:
+def test_serve_serves_until_it_is_told_to_stop(shallow_model: Path, tmp_path: Path) -> None:
     connect_file = tmp_path / "connect.json"
-    command = [sys.executable, "-m", "frameshard", "serve", "--model", str(model_path), "--device", "emulated"]
+    command = [sys.executable, "-m", "frameshard", "serve", "--model", str(shallow_model), "--device", "emulated"]
     command += ["--connect-file", str(connect_file), "--ctx", "512", "--json"]
 
     async def ask() -> str:

@@ -24,12 +24,15 @@ WITH_CALLS = "sampling=frameshard.Sampling(temperature=0, max_tokens=64)"  # a c
 WHOLE = "sampling=frameshard.Sampling(temperature=0)"
 
 
-def program(document: str, number: int = 0, **names: str) -> list[str]:
+def program(document: str, number: int = 0, model: Path | None = None, **names: str) -> list[str]:
     """Returns the command that runs a program of a document.
 
     :param number: counts the blocks of Python of the document.
+    :param model: takes the place of SmolLM2.
     :param names: what replaces a text of the program, by the text.
     """
+    if model is not None:
+        names['resolve("smollm2-135m")'] = repr(str(model))
     text = re.findall(r"^```python\n(.*?)^```", (DOCS / document).read_text(), flags=re.MULTILINE | re.DOTALL)[number]
     assert sum(1 for line in text.splitlines() if line.strip()) <= MAX_LINES
     for old, new in names.items():
@@ -78,15 +81,16 @@ def test_thinking(opening_model: Path) -> None:
     assert 0 < n_thought <= min(201, n_generated)  # a thought of 200 is ended with a line break
 
 
-def test_memory(model_path: Path, encoder_path: Path) -> None:
-    command = program("memory.md", **{'remember: {memory}"': f'remember: {{memory}}", {LIKELIEST}'})
+def test_memory(wordy_model: Path, encoder_path: Path) -> None:
+    names = {'remember: {memory}"': f'remember: {{memory}}", {LIKELIEST}'}
+    command = program("memory.md", model=wordy_model, **names)
     memory, answer = printed(command).split("\n", 1)
     assert memory == "My goat is called Pip."
     assert answer.strip()
 
 
-def test_the_http_server(model_path: Path) -> None:
-    with started(program("http.md"), stdout=subprocess.PIPE, text=True) as process:
+def test_the_http_server(wordy_model: Path) -> None:
+    with started(program("http.md", model=wordy_model), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url, key = process.stdout.readline().split()
         process.kill()
@@ -94,8 +98,11 @@ def test_the_http_server(model_path: Path) -> None:
     assert len(key) >= 32
 
 
-def test_a_client_of_the_http_server(tmp_path: Path, model_path: Path) -> None:
-    with sidecar(tmp_path, model=str(model_path), device="emulated") as (connect_file, _), server(connect_file) as http:
+def test_a_client_of_the_http_server(tmp_path: Path, wordy_model: Path) -> None:
+    with (
+        sidecar(tmp_path, model=str(wordy_model), device="emulated") as (connect_file, _),
+        server(connect_file) as http,
+    ):
         assert http.key is not None
         (tmp_path / "key").write_text(http.key)
         names = {
@@ -105,11 +112,14 @@ def test_a_client_of_the_http_server(tmp_path: Path, model_path: Path) -> None:
         assert printed(program("http.md", 1, **names), cwd=tmp_path).strip()
 
 
-def test_a_server_when_there_is_no_room(tmp_path: Path, model_path: Path) -> None:
-    with sidecar(tmp_path, model=str(model_path), device="emulated") as (connect_file, _), server(connect_file) as http:
+def test_a_server_when_there_is_no_room(tmp_path: Path, wordy_model: Path) -> None:
+    with (
+        sidecar(tmp_path, model=str(wordy_model), device="emulated") as (connect_file, _),
+        server(connect_file) as http,
+    ):
         assert http.key is not None
         names = {
-            '"my.gguf",': f'{str(model_path)!r}, device="emulated",',
+            '"my.gguf",': f'{str(wordy_model)!r}, device="emulated",',
             "https://llm.example.com/v1": f"http://127.0.0.1:{http.port}/v1",
             'conversation="mira"': f'conversation="mira", {LIKELIEST}',
         }

@@ -31,8 +31,11 @@ def too_wide(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_a_terminal(command: str) -> None:
-    assert too_wide(frameshard(*filter(None, [command]), "--help").stdout) == []
+def test_help_explains_and_fits_a_terminal(command: str) -> None:
+    said = frameshard(*filter(None, [command]), "--help").stdout
+    assert said.startswith(f"usage: frameshard {command}")
+    assert len(said.splitlines()) > 5
+    assert too_wide(said) == []
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def check(rows: list[dict[str, Any]], *, agrees_with_stock: bool = True) -> None
 
 
 def test_smollm2_at_three_budgets(model_path: Path) -> None:
-    result = verify(model_path, "floor,60,full")
+    result = verify(model_path, "floor,60,full", "--prompt", "64")
     rows = rows_of(result)
     assert result.returncode == 0, result.stderr
     assert [row["mode"] for row in rows] == ["stream_only", "planned"] * 3

@@ -54,7 +54,7 @@ def predicted(child: EngineProcess) -> tuple[float, float]:
 
 def measured(child: EngineProcess) -> tuple[float, float]:
     """The same, of a job with as long a prompt."""
-    (done,) = (each for each in child.run("castle " * N_PROMPT, params={"max_tokens": 96}) if each["ev"] == "done")
+    (done,) = (each for each in child.run("castle " * N_PROMPT, params={"max_tokens": 48}) if each["ev"] == "done")
     assert abs(done["n_prompt"] - N_PROMPT) < 40
     return done["prefill_s"], done["decode_s"] / (done["n_generated"] - 1)
 
@@ -79,7 +79,7 @@ def frameshard(command: str, model: Path, *options: str) -> str:
 
 def keep_profile(model: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Measures a profile and changes what is kept of it."""
-    frameshard("profile", model, "--seconds", "2")
+    frameshard("profile", model, "--seconds", "0.5")
     kept = probe.cached_path(probe.fingerprint(DEVICE, 1))
     kept.write_text(json.dumps(change(json.loads(kept.read_text()))))
 

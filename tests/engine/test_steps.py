@@ -56,7 +56,7 @@ def test_steps_follow_the_budget(deep_model: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = "emulated:1"
     command = [sys.executable, "-m", "frameshard", "profile", "--model", deep_model, "--device", device]
-    subprocess.run([*command, "--threads", "1", "--seconds", "1"], check=True, capture_output=True, timeout=300)
+    subprocess.run([*command, "--threads", "1", "--seconds", "0.5"], check=True, capture_output=True, timeout=300)
     kept = probe.cached_path(probe.fingerprint(device, 1))
     kept.write_text(json.dumps(copies_decide(json.loads(kept.read_text()))))
     with engine(deep_model, **{**FIELDS, "device": device}) as child:
