@@ -64,7 +64,7 @@ print(json.dumps([lengths, same]))
 COPIED = """
 batcher, reader = Batcher(runtime), RequestReader(runtime)
 copied, graphs = [], []
-for n_words in (1, 6):
+for n_words in (1, 12):
     prompt = "the keeper counts ships " * n_words
     before = runtime.device.stats()
     batcher.add(reader.read(em.Submit(1, "completion", Sampling(max_tokens=1), prompt=prompt)))
@@ -74,7 +74,7 @@ for n_words in (1, 6):
     copied.append(now.copied_bytes - before.copied_bytes)
     graphs.append(now.graphs - before.graphs)
 head = sum(shard.n_bytes for shard in runtime.placement.ladder if shard.kind == "output")
-print(json.dumps([copied, graphs, head]))
+print(json.dumps([copied, graphs, head, now.ring_bytes]))
 """
 
 
@@ -104,8 +104,10 @@ def test_a_step_that_was_not_complete_for_certain_is_taken_back(tiny_model: Call
 
 
 def test_only_the_end_of_a_prompt_computes_logits(tiny_model: Callable[[str], Path]) -> None:
-    """The output head is copied once for a job, however many steps its prompt takes."""
-    (short, long), (once, often), head = run(COPIED, tiny_model("llama"))
-    assert (once, often) == (1, 4)
-    assert head > 0
-    assert 2 * short < long < 4 * short - 3 * head
+    """The output head is copied once for a job, however many steps its prompt takes. What the ring has copied ahead for
+    the last graph of a job is copied in vain."""
+    (short, long), (once, often), head, ring = run(COPIED, tiny_model("llama"))
+    assert (once, often) == (1, 7)
+    heads = (often - 1) * head
+    assert ring < heads
+    assert 4 * short < long < often * short - heads + ring
