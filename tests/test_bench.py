@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -155,3 +156,26 @@ with common.load_within(config, "30,40") as runtime:
     command = [sys.executable, "-c", script, str(shallow_model)]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert 0 < peak <= 40 << 20
+
+
+def test_llama_cpp_runs_without_our_vulkan_layer(tmp_path: Path) -> None:
+    code = """
+import os
+from frameshard import ggml
+from frameshard.cli import upstream
+before = upstream.environment()
+ggml.registry()
+assert upstream.environment() == before, "there is no layer yet"
+assert os.environ["VK_INSTANCE_LAYERS"] == "VK_LAYER_other"
+open(os.path.join(os.environ["FOLDER"], ggml.LAYER_FILE), "w").close()
+for _ in range(2):
+    ggml.registry()
+assert os.environ["VK_INSTANCE_LAYERS"].split(os.pathsep) == ["VK_LAYER_other", ggml.VULKAN_LAYER]
+assert os.environ["VK_ADD_LAYER_PATH"] == os.environ["FOLDER"]
+assert upstream.environment() == before
+"""
+    theirs = {"VK_INSTANCE_LAYERS": "VK_LAYER_other", "FOLDER": str(tmp_path)}
+    ours = {"FRAMESHARD_DEVICE_LIB": str(tmp_path / "libframeshard_device.so")}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("VK_", "GGML_"))}
+    done = subprocess.run([sys.executable, "-c", code], env={**kept, **theirs, **ours}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

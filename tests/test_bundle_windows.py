@@ -30,9 +30,9 @@ def refusal(directory: Path, *options: str | Path, **environment: str) -> dict[s
 @pytest.fixture
 def native(tmp_path: Path) -> Path:
     """What a build for Windows leaves, with files that no Windows could load."""
-    for name in ("device/frameshard_device.dll", "llama/bin/llama.dll"):
+    for name in ("device/frameshard_device.dll", "device/frameshard_vulkan_layer.json", "llama/bin/llama.dll"):
         path = tmp_path / "native" / name
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"MZ")
     return tmp_path / "native"
 

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from frameshard import ggml
+
 pytestmark = pytest.mark.skipif(
     "FRAMESHARD_VULKAN" not in os.environ, reason="needs the GPU module for Vulkan, and a Vulkan device: make vulkan"
 )
@@ -29,6 +31,16 @@ def test_a_time_line_is_refused() -> None:
     code += "D(sys.argv[1], vram_budget_bytes=0, n_threads=1).start_trace()"
     done = subprocess.run([sys.executable, "-c", code, device], capture_output=True, text=True, timeout=600)
     assert "frameshard.errors.Unsupported: no time line on Vulkan" in done.stderr
+
+
+def test_the_loader_uses_our_layer() -> None:
+    device = os.environ["FRAMESHARD_VULKAN"]
+    code = "import sys; from frameshard.native import ShardDevice as D; "
+    command = [sys.executable, "-c", code + "D(sys.argv[1], vram_budget_bytes=0, n_threads=1)", device]
+    environment = os.environ | {"VK_LOADER_DEBUG": "layer"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert f'Insert instance layer "{ggml.VULKAN_LAYER}"' in done.stderr
 
 
 @pytest.mark.timeout(3600)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
 
-from frameshard import cpu, models
+from frameshard import cpu, ggml, models
 from frameshard.cli.bundle_files import (
     Contents,
     File,
@@ -57,7 +57,8 @@ def contents(clients: list[Path], native: Path, python: Path | None, work: Path)
     ours = {name: installed(name) for name in HERE}
     theirs = _downloaded_packages(ours, work)
     files = [*interpreter, *libraries]
-    files += [file for file in package_files(ours) if file.source.suffix != ".so" and file.part in ours]
+    for_linux = re.compile(rf".*\.so|{re.escape(ggml.LAYER_FILE)}")
+    files += [file for file in package_files(ours) if not for_linux.fullmatch(file.source.name) and file.part in ours]
     files += package_files(theirs)
     files += [File(path, Path("client") / path.name, "client library") for path in clients]
     paths = f"{STEM}.zip\nLib\nDLLs\npackages\n"
@@ -71,15 +72,15 @@ def contents(clients: list[Path], native: Path, python: Path | None, work: Path)
 
 def _native(native: Path) -> list[File]:
     """The shard device, and llama.cpp's libraries with those of the compiler."""
-    device = native / "device" / "frameshard_device.dll"
+    device, layer = (native / "device" / name for name in ("frameshard_device.dll", ggml.LAYER_FILE))
     libraries = sorted((native / "llama" / "bin").glob("*.dll"))
-    if not device.is_file() or not libraries:
+    if not device.is_file() or not layer.is_file() or not libraries:
         raise BadArgument(
             f"{native} has no device/frameshard_device.dll or no llama/bin/*.dll: native/windows/build.sh makes them",
             field="native",
         )
     packages = Path("sidecar/packages")
-    files = [File(device, packages / "frameshard" / device.name, "frameshard")]
+    files = [File(path, packages / "frameshard" / path.name, "frameshard") for path in (device, layer)]
     return files + [File(path, packages / "llama_cpp" / "lib" / path.name, "llama-cpp-python") for path in libraries]
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from frameshard import ggml
 from frameshard.engine.llama import ALL_LAYERS
 from frameshard.errors import FrameshardError
 from frameshard.plan.model import Model
@@ -68,8 +68,8 @@ class Measured:
 
 
 def environment() -> dict[str, str]:
-    """The environment of this process, without the variables that :mod:`frameshard.engine` sets."""
-    return {key: value for key, value in os.environ.items() if key != "GGML_NO_BACKTRACE"}
+    """The environment of this process, without what :mod:`frameshard.engine` and :mod:`frameshard.ggml` set."""
+    return {key: value for key, value in ggml.environment_without_layer().items() if key != "GGML_NO_BACKTRACE"}
 
 
 def _sizes(model: Model) -> tuple[int, Counter[int], Counter[int]]:
