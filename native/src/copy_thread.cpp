@@ -5,8 +5,9 @@
 
 namespace fsd {
 
-// ggml-vulkan holds a lock during each synchronous call. Between two copies there is time for other threads to get it.
+// ggml-vulkan holds a lock during each synchronous call. After so many bytes there is time for other threads to get it.
 static constexpr auto kTurn = std::chrono::microseconds(20);
+static constexpr size_t kTurnBytes = 4 * 1024 * 1024;
 
 CopyThread::CopyThread(Inner &inner) : inner_(inner), thread_([this] { work(); }) {}
 
@@ -81,6 +82,11 @@ void CopyThread::copy_part(const Copy &copy, size_t bytes) {
         ggml_tensor to = raw_tensor(copy.to.buffer, copy.to.data, bytes);
         ggml_backend_tensor_copy(&from, &to);
     }
+    since_turn_ += bytes;
+    if (since_turn_ < kTurnBytes) {
+        return;
+    }
+    since_turn_ = 0;
     const auto end = std::chrono::steady_clock::now() + kTurn;
     while (std::chrono::steady_clock::now() < end) {
         std::this_thread::yield();

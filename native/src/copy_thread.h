@@ -43,6 +43,7 @@ class CopyThread {
     std::deque<Copy> copies_; // of the first one what is left
     uint64_t queued_ = 0, made_ = 0;
     bool busy_ = false, stopped_ = false;
+    size_t since_turn_ = 0; // bytes that were copied since other threads could use the device
     std::thread thread_;
 };
 

@@ -1,4 +1,5 @@
 // Measures the machine: copies, host memory, and products and attention of given shapes on the inner device and the CPU.
+#include "copy_thread.h"
 #include "device.h"
 
 #include "ggml-alloc.h"
@@ -210,7 +211,8 @@ struct Copies {
     Device &d;
     InnerBuffer target, pinned;
     std::vector<char> pageable;
-    char *as_weights = nullptr; // memory that takes the same path as weights
+    char *as_weights = nullptr;         // memory that takes the same path as weights
+    std::unique_ptr<CopyThread> thread; // which copies it, where the ring has one
     size_t target_bytes = 0, source_bytes = 0, at = 0;
 
     Copies(Device &device, size_t most_source_bytes) : d(device) {
@@ -229,6 +231,7 @@ struct Copies {
         }
     }
     ~Copies() {
+        thread.reset();
         if (as_weights) {
             d.inner.detach(as_weights);
             release_addresses(as_weights, source_bytes);
@@ -263,21 +266,25 @@ struct Copies {
         return (double)target_bytes / timed(budget_s, [&] { once(to_device, from, copy_bytes); });
     }
     void once(bool to_device, char *from, size_t copy_bytes) {
-        ggml_backend_t stream = d.inner.copy;
-        if (from == as_weights && d.inner.quirks.one_queue && d.weights.path == HostPath::imported &&
-            copy_bytes >= std::min(d.inner.copy_bytes, target_bytes)) { // as a CopyThread makes them
-            stream = nullptr;
-            copy_bytes = target_bytes;
+        const bool in_thread = from == as_weights && d.inner.quirks.one_queue && d.weights.path == HostPath::imported;
+        if (in_thread && !thread) {
+            thread = std::make_unique<CopyThread>(d.inner);
         }
         char *base = (char *)ggml_backend_buffer_get_base(target.get());
         ggml_tensor t = raw_tensor(target.get(), base, target_bytes);
+        uint64_t queued = 0;
         for (size_t done = 0; done < target_bytes; done += copy_bytes) {
             const size_t n = std::min(copy_bytes, target_bytes - done);
-            if (to_device) {
-                d.inner.upload(stream, target.get(), base + done, from + at + done, n);
+            if (in_thread) {
+                queued = thread->queue({raw_tensor(target.get(), base + done, n), from + at + done, {}});
+            } else if (to_device) {
+                d.inner.upload(d.inner.copy, target.get(), base + done, from + at + done, n);
             } else {
                 ggml_backend_tensor_get_async(d.inner.copy, &t, from + at + done, done, n);
             }
+        }
+        if (in_thread) {
+            thread->wait(queued);
         }
         ggml_backend_synchronize(d.inner.copy);
         at = (at + target_bytes) % source_bytes;

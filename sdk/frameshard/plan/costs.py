@@ -124,7 +124,9 @@ class Costs:
         self.passes_s = pass_s * shards.by_kind({k: float(n) for k, n in _PASSES.items()})
         self.handoffs = shards.by_kind(_HANDOFFS, 1.0)
         self.meetings_s = conditions.cpu_factor * shards.by_kind(_MEETINGS_S)
-        self.copy_s = shards.n_bytes * (1 - share) / profile.h2d
+        # Each tensor is copied separately.
+        each_s = shards.tensor_bytes / profile.copy_rates(np.maximum(shards.tensor_bytes, 1.0))
+        self.copy_s = np.add.reduceat(each_s, shards.n_tensors.cumsum() - shards.n_tensors) * (1 - share)
         # How far copies can run ahead, in seconds: the ring without the step in use, or while no step is in use at
         # least one step.
         self.beside_s = max(ring - layout.min_ring_bytes, 0) / profile.h2d

@@ -168,12 +168,19 @@ class Profile:
         """The rates of weights' copies by size. Older profiles have only those from pinned memory."""
         return self.copies.get("h2d", self.copies.get("h2d_pinned", []))
 
-    def copy_rate(self, n_bytes: float) -> float:
-        """The bytes/s of copies of ``n_bytes`` each to the device; that of large copies if this was not measured."""
+    def copy_rates(self, n_bytes: Floats) -> Floats:
+        """The bytes/s of copies of ``n_bytes`` each to the device; that of large copies if this was not measured.
+
+        :returns: an array of the shape of ``n_bytes``.
+        """
         if not self.copies:
-            return self.h2d
+            return np.full_like(n_bytes, self.h2d)
         sizes, rates = (np.array(each, dtype=np.float64) for each in (self.copies["piece_bytes"], self._weight_copies))
-        return min(float(np.interp(np.log(n_bytes), np.log(sizes), rates)), self.h2d)
+        return np.minimum(np.interp(np.log(n_bytes), np.log(sizes), rates), self.h2d)
+
+    def copy_rate(self, n_bytes: float) -> float:
+        """As :meth:`copy_rates`, for one size."""
+        return float(self.copy_rates(np.array([n_bytes]))[0])
 
     def disk_rate(self, n_bytes: float) -> float:
         """The bytes/s of reads of ``n_bytes`` each from disk.
