@@ -185,10 +185,10 @@ def test_dense_layers(
     kinds = {(each["-npp"], each["-ntg"]) for each in runs}
     if workload is LONG_ANSWER:
         assert kinds == {("100", "1,8")}
-    else:  # the whole prompt is read once for each ubatch
+    else:  # the whole prompt is read once, because small ubatches are four times as slow
         assert kinds == {("2048", "1,1"), ("2048,3000", "1")}
         whole = [each for each in runs if each["-npp"] != "2048"]
-        assert [each["-ub"] for each in whole] == ["2048", "512"]
+        assert [each["-ub"] for each in whole] == ["2048"]
         assert whole[0]["-ngl"] == best.placement[1]
     # A second budget begins with what the first has shown.
     assert find.find(budget + 10 * MIB) != best
@@ -209,6 +209,23 @@ def test_a_long_prompt_that_takes_more_gets_fewer_layers(
     assert machine.peak(best, 3000) <= budget < machine.peak(more, 3000)
     beyond = Setting(("-ngl", str(ngl + 2)), best.ubatch)
     assert machine.peak(beyond, 2048) <= budget  # as the search found before it read the whole prompt
+
+
+def test_what_is_slower_is_tried_where_nothing_else_fits_a_long_prompt(
+    model_path: Path, finder: Callable[..., tuple[Machine, Finder]]
+) -> None:
+    machine, find = finder(model_path, LONG_PROMPT, 900, 10, 3)
+    machine.per_prompt_token = 22 << 10  # 44 MiB for one ubatch of 2,048, 64 for the prompt
+    machine.say()
+    best = find.find(995 * MIB)
+    assert best is not None
+    assert best.ubatch == 512
+    assert {(each["-ub"], each["-npp"]) for each in machine.runs()} == {
+        ("2048", "2048"),
+        ("2048", "2048,3000"),
+        ("512", "2048"),
+        ("512", "2048,3000"),
+    }
 
 
 def test_attention_of_all_layers_where_that_is_faster(

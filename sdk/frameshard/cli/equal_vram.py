@@ -4,8 +4,8 @@ More layers on the GPU take more VRAM and are faster, so for each way to divide 
 most layers are looked for that fit. The ways are whole layers (``-ngl``, then experts by ``-ncmoe``) and, where keys
 and values are large, the attention of all layers with some of the feed-forward networks (``-ot``). Of the settings
 found the one with the shortest time for prompt and answer is the best. A run that takes too much is stopped at once. It
-decodes few tokens, but has the row's context, which decides the peak. Of a long prompt the search reads one ubatch, and
-what it finds is run again with the whole prompt. Where that takes more VRAM, fewer layers are tried.
+decodes few tokens, but has the row's context, which decides the peak. Of a long prompt the search reads one ubatch.
+What is promising then is run again with the whole prompt. Where that takes more VRAM, fewer layers are tried.
 
 In prompts llama.cpp copies the weights that it keeps on the CPU to the GPU, the largest tensor too. Where no setting
 has room for that, it computes them on the CPU (``--no-op-offload``).
@@ -37,6 +37,9 @@ about the same bytes to the CPU as ``-ngl``."""
 
 GENERATED = 8
 """Tokens that a run decodes to estimate the rate."""
+
+PROMISING = 1.5
+"""How much longer than the fastest a setting may take, by its run with one ubatch, to be run with the whole prompt."""
 
 OVERHEAD = 1536 << 20
 """The VRAM beside weights and KV that is assumed before a run has shown it. On an H100 0.8 to 1.3 GiB were measured. A
@@ -110,20 +113,33 @@ class Finder:
 
         :raises FrameshardError: the program failed, or NVML does not count its VRAM.
         """
-        tried = [self._most(budget_bytes, way, ubatch) for way in self._ways for ubatch in UBATCHES]
-        found = [best for best in tried if best is not None]
-        if not found:
-            last = self._most(budget_bytes, self._without_copies, min(UBATCHES))
-            return last[0] if last is not None else None
-        return min(found, key=lambda each: self._seconds(each[1]))[0]
+        ways = [(way, ubatch) for way in self._ways for ubatch in UBATCHES]
+        return self._best(budget_bytes, ways) or self._best(budget_bytes, [(self._without_copies, min(UBATCHES))])
 
-    def _most(self, budget_bytes: int, way: Placements, ubatch: int) -> tuple[Setting, Measured] | None:
-        """The most layers on the GPU that fit, and their run with the whole prompt."""
+    def _best(self, budget_bytes: int, ways: Sequence[tuple[Placements, int]]) -> Setting | None:
+        """The fastest of the settings with the most layers on the GPU that fit.
+
+        :param ways: ways to divide the model, each with a size of a ubatch.
+        """
         n_prompt = self._workload.n_prompt
-        best = self._search(budget_bytes, way, ubatch, min(n_prompt, UBATCH))
-        if best is not None and n_prompt > UBATCH:
-            best = self._search(budget_bytes, way[: best[0] + 1], ubatch, n_prompt)
-        return None if best is None else (Setting(way[best[0]][0], ubatch), best[1])
+        found = self._most(budget_bytes, ways, min(n_prompt, UBATCH))
+        if found and n_prompt > UBATCH:
+            promising = [(way, ubatch) for seconds, way, ubatch in found if seconds <= PROMISING * found[0][0]]
+            rest = [(way, ubatch) for _, way, ubatch in found[len(promising) :]]
+            found = self._most(budget_bytes, promising, n_prompt) or self._most(budget_bytes, rest, n_prompt)
+        return Setting(found[0][1][-1][0], found[0][2]) if found else None
+
+    def _most(
+        self, budget_bytes: int, ways: Sequence[tuple[Placements, int]], n_prompt: int
+    ) -> list[tuple[float, Placements, int]]:
+        """For each way the most layers that fit with so many tokens of prompt: the estimated time of the workload, the
+        placements up to this one, and the size of a ubatch. The fastest is first."""
+        found = []
+        for way, ubatch in ways:
+            if most := self._search(budget_bytes, way, ubatch, n_prompt):
+                index, measured = most
+                found.append((self._seconds(measured, n_prompt), way[: index + 1], ubatch))
+        return sorted(found, key=lambda each: each[0])
 
     def _search(self, budget_bytes: int, way: Placements, ubatch: int, n_prompt: int) -> tuple[int, Measured] | None:
         """The index of the last placement that fits with so many tokens of prompt, and its run."""
@@ -155,7 +171,7 @@ class Finder:
         logger.info("%s peaks at %s", what, common.format_size(measured.nvml_peak))
         return measured
 
-    def _seconds(self, measured: Measured) -> float:
-        """The time of the workload's prompts and answers, by a run's rates."""
+    def _seconds(self, measured: Measured, n_prompt: int) -> float:
+        """The time of the workload's prompts and answers, by the rates of a run with so many tokens of prompt."""
         n_tokens = self._workload.n_generate * self._workload.n_parallel
-        return measured.ttft_s + n_tokens / measured.decode_tps
+        return measured.ttft_s * self._workload.n_prompt / n_prompt + n_tokens / measured.decode_tps
