@@ -16,7 +16,7 @@ from frameshard.plan.profile import Profile
 
 GROUP = 8
 """The median of so many decodes in a row counts."""
-_PAUSE_S = 0.25  # between two groups; to predict the time of a graph takes a part of a millisecond
+_PAUSE_S = 0.25  # between two groups of decodes; to predict the time of a graph takes a part of a millisecond
 _LEAST_PROMPT = 128  # the end of a prompt is a smaller graph, and does not show how fast prompts are read
 _CHANGED = 0.02  # corrections are kept again when one has changed by this share
 _CPU_CHANGED = 0.05  # the CPU's factor is adopted when it has changed by this share: a new plan is made then
@@ -109,7 +109,8 @@ class Practice:
         if abs(math.log(self._cpu.factor / self.corrections.cpu_factor)) > _CPU_CHANGED:
             self.corrections = self.corrections.with_cpu_factor(self._cpu.factor)
         self._seconds = []
-        self._due_at = time.monotonic() + _PAUSE_S
+        if work == "decode":
+            self._due_at = time.monotonic() + _PAUSE_S
 
     def keep(self) -> None:
         """Writes the corrections to the cache, if they have changed since they were written."""
