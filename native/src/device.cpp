@@ -39,6 +39,8 @@ static std::vector<Ledger::Reclaimer> reclaimers(Device &d) {
     return {
         // The last slab of the arena: weights from the end of the ladder, which are streamed from then on.
         {Ledger::kWeights, [&d] { return d.arena.evict(); }},
+        // Down to what the KV cache leaves it, then to one step.
+        {Ledger::kRingSurplus, [&d, shrink_ring] { return shrink_ring(d.weights.layout.weights_beside_kv()); }},
         {Ledger::kRingSurplus, [&d, shrink_ring] { return shrink_ring(d.weights.layout.min_ring); }},
         // All of the ring; the next graph of the language model takes it again.
         {Ledger::kRing, [shrink_ring] { return shrink_ring(0); }},
