@@ -33,14 +33,18 @@ def test_a_time_line_is_refused() -> None:
     assert "frameshard.errors.Unsupported: no time line on Vulkan" in done.stderr
 
 
-def test_the_loader_uses_our_layer() -> None:
+def test_an_opened_device() -> None:
+    """The loader uses our layer. The profile that is measured without a model has the rates of imported memory, as a
+    model's weights do."""
     device = os.environ["FRAMESHARD_VULKAN"]
     code = "import sys; from frameshard.native import ShardDevice as D; "
-    command = [sys.executable, "-c", code + "D(sys.argv[1], vram_budget_bytes=0, n_threads=1)", device]
+    code += "print(D(sys.argv[1], vram_budget_bytes=0, n_threads=1).stats().host_weights.name)"
     environment = os.environ | {"VK_LOADER_DEBUG": "layer"}
+    command = [sys.executable, "-c", code, device]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert f'Insert instance layer "{ggml.VULKAN_LAYER}"' in done.stderr
+    assert done.stdout.split()[-1] == "IMPORTED"
 
 
 @pytest.mark.timeout(3600)

@@ -87,8 +87,7 @@ static bool reads_the_same(ggml_backend_buffer_t buffer, const char *begin, size
     return true;
 }
 
-// Whether the device copies from memory of this process, tried with a sample.
-static bool imports_memory(ggml_backend_dev_t device) {
+bool HostPaths::imports_memory(ggml_backend_dev_t device) {
     char *sample = reserve_addresses(kSlotBytes);
     if (!sample) {
         return false;

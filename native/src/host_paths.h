@@ -65,6 +65,8 @@ class HostPaths {
     HostPaths(const HostPaths &) = delete;
     HostPaths &operator=(const HostPaths &) = delete;
 
+    // Whether the device copies from memory of this process, tried with a sample.
+    static bool imports_memory(ggml_backend_dev_t device);
     // Finds the fastest path for a range of host memory: whole pages, which stay mapped until remove(). `imports`: whether
     // the device can copy from imported memory. `may_pin`: false takes the path of memory that cannot be pinned.
     HostPath add(ggml_backend_dev_t device, bool imports, void *p, size_t bytes, bool may_pin);

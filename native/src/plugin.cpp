@@ -6,6 +6,7 @@
 #include "tower.h"
 #include "unread_load.h"
 
+#include <algorithm>
 #include <cstring>
 
 #if !defined(FSD_BUILD_GGML_VERSION) || !defined(FSD_BUILD_GGML_COMMIT)
@@ -338,8 +339,9 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     const HostPath path = d.inner.attach(ptr, size, all);
     c->attached = true;
     std::lock_guard<std::mutex> lock(d.graph_mutex);
+    const bool first = std::none_of(d.buffers.begin(), d.buffers.end(), [](const Buffer *b) { return b->weights; });
     d.buffers.push_back(c.get());
-    d.weights.path = std::max(d.weights.path, path);
+    d.weights.path = first ? path : std::max(d.weights.path, path);
     d.counters.update([&](fsd_stats &stats) { stats.host_weights = (uint32_t)d.weights.path; });
     // ggml checks that the padding of the last tensor lies in the buffer. The file has none, and nothing reads it here.
     constexpr size_t padding = 64 * 1024;
