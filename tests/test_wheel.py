@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[1]
-LIBRARY = "frameshard/libframeshard_device.so"
+LIBRARY = {"frameshard/libframeshard_device.so", "frameshard/frameshard_vulkan_layer.json"}
 
 
 def wanted() -> set[str]:
-    """The files that a wheel must have: the package, the shard device, and the profiles of known machines."""
+    """The files that a wheel must have: the package, the shard device with its layer for Vulkan, and the profiles of
+    known machines."""
     package = REPO / "sdk" / "frameshard"
     files = {path.relative_to(package.parent).as_posix() for path in package.rglob("*") if path.is_file()}
     machines = {f"frameshard/plan/profiles/{path.name}" for path in (REPO / "profiles").glob("*.json")}
-    return {name for name in files if "__pycache__" not in name} | machines | {LIBRARY}
+    return {name for name in files if "__pycache__" not in name} | machines | LIBRARY
 
 
 def check(names: set[str]) -> None:
