@@ -390,6 +390,8 @@ class Client:
         self._conversations = Conversations(name)
         self._welcomed = anyio.Event()
         self._blocked = anyio.Event()
+        # It is here before the task that it is for: a cancelled client ends that task, however far it has come.
+        self._traffic = anyio.CancelScope(shield=True)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -840,18 +842,16 @@ class Client:
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
-    async def _run(
-        self, sidecar: anyio.abc.Process | None, *, task_status: anyio.abc.TaskStatus[anyio.CancelScope]
-    ) -> None:
-        """Receives messages until the scope that it returns is cancelled. It is shielded from other cancellations, so
-        that a cancelled client can still end its session."""
-        async with anyio.create_task_group() as group:
-            group.cancel_scope.shield = True
-            for task in (self._receive, self._beat, self._retry):
-                group.start_soon(task)
-            if sidecar is not None:
-                group.start_soon(self._watch, sidecar)
-            task_status.started(group.cancel_scope)
+    async def _run(self, sidecar: anyio.abc.Process | None, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        """Receives messages until :attr:`_traffic` is cancelled. It is shielded from other cancellations, so that a
+        cancelled client can still end its session."""
+        with self._traffic:
+            async with anyio.create_task_group() as group:
+                for task in (self._receive, self._beat, self._retry):
+                    group.start_soon(task)
+                if sidecar is not None:
+                    group.start_soon(self._watch, sidecar)
+                task_status.started()
 
     async def _watch(self, sidecar: anyio.abc.Process) -> None:
         """Waits for the end of a launched sidecar, so that it is known at once. The end of other sidecars is noticed
@@ -1009,7 +1009,6 @@ class ClientScope:
         self._config = config
         self._log = log
         self._sidecar: anyio.abc.Process | None = None
-        self._traffic: anyio.CancelScope | None = None
         self._client: Client | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
@@ -1023,7 +1022,7 @@ class ClientScope:
                 self._info = await self._start(self._config)
             assert self._info is not None
             self._client = self._connect(self._info)
-            self._traffic = await self._tasks.start(self._client._run, self._sidecar)
+            await self._tasks.start(self._client._run, self._sidecar)
             await self._client._greeted()
             return self._client
         except BaseException:
@@ -1042,8 +1041,8 @@ class ClientScope:
         finally:
             try:
                 # The group's own scope is not cancelled: it has this task in it.
-                if self._traffic is not None:
-                    self._traffic.cancel()
+                if self._client is not None:
+                    self._client._traffic.cancel()
                 await self._tasks.__aexit__(None, None, None)
             finally:
                 if self._client is not None:
