@@ -61,13 +61,12 @@ def _ask_for_layer() -> None:
     directory = Path(os.environ.get("FRAMESHARD_DEVICE_LIB") or __file__).parent
     if _without_layer or not (directory / LAYER_FILE).is_file():
         return
-    wanted = {"VK_ADD_LAYER_PATH": str(directory), "VK_INSTANCE_LAYERS": VULKAN_LAYER}
-    for variable, value in wanted.items():
-        _without_layer[variable] = os.environ.get(variable)
-        others = [each for each in (_without_layer[variable] or "").split(os.pathsep) if each not in ("", value)]
-        os.environ[variable] = os.pathsep.join([*others, value])
-    _without_layer["GGML_VK_DISABLE_HOST_VISIBLE_VIDMEM"] = os.environ.get("GGML_VK_DISABLE_HOST_VISIBLE_VIDMEM")
-    os.environ["GGML_VK_DISABLE_HOST_VISIBLE_VIDMEM"] = "1"
+    wanted = {"GGML_VK_DISABLE_HOST_VISIBLE_VIDMEM": "1"}
+    for variable, value in (("VK_ADD_LAYER_PATH", str(directory)), ("VK_INSTANCE_LAYERS", VULKAN_LAYER)):
+        others = [each for each in os.environ.get(variable, "").split(os.pathsep) if each not in ("", value)]
+        wanted[variable] = os.pathsep.join([*others, value])
+    _without_layer.update({variable: os.environ.get(variable) for variable in wanted})
+    os.environ.update(wanted)
 
 
 def environment_without_layer() -> dict[str, str]:

@@ -157,7 +157,7 @@ def test_keys_and_values_leave_a_prompt_the_ring(deep_model: Path) -> None:
     result = subprocess.run([sys.executable, "-c", AGAIN, str(deep_model)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     least, *seen = json.loads(result.stdout)
-    assert seen[0] == seen[1]
+    assert seen[::2] == seen[1::2]
     for ring, kv, kv_host in seen:
         assert kv > 0
         assert kv_host > 0
