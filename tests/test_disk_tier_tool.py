@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +40,27 @@ def test_a_text_that_changes_its_experts_is_read_from_disk(own_moe: Path) -> Non
         assert beside["first_token_s"] > 0 if "why" not in beside else "cgroup" in beside["why"]
     if os.access("/sys/fs/cgroup/memory", os.W_OK):
         assert "why" not in cold["llama"]
+
+
+def test_memory_beyond_a_limit_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(TOOL.parent)
+    import mapped_llama
+
+    def kib(path: str, key: str) -> int:
+        found = re.search(rf"{key}:\s+([0-9]+)", Path(path).read_text())
+        assert found is not None
+        return int(found[1])
+
+    # Other processes take and give back memory meanwhile, but less than this.
+    left_bytes = (kib("/proc/meminfo", "MemAvailable") << 10) - 2048 * MIB
+    with mapped_llama.memory_left(left_bytes) as holder:
+        assert kib(f"/proc/{holder}/status", "VmRSS") > 100 << 10
+        assert kib("/proc/meminfo", "MemAvailable") << 10 < left_bytes + 1024 * MIB
+
+    def ended() -> None:
+        with mapped_llama.memory_left(left_bytes) as holder:
+            os.kill(holder, signal.SIGKILL)
+            os.waitid(os.P_PID, holder, os.WEXITED | os.WNOWAIT)
+
+    with pytest.raises(OSError, match="was ended"):
+        ended()

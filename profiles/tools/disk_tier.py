@@ -13,9 +13,10 @@
 - Meanwhile the sidecar's own count of host memory is sampled, and what the system counts; no sample may be above the
   budget.
 - *Cold*: the model's file is dropped from the page cache, and a sidecar is launched at each of the budgets in --cold.
-- With `--vs` llama.cpp runs after each of these with its file mapped, from a cold cache, in a memory cgroup with the
-  same limit, and with as much on the GPU as the VRAM budget has room for (`mapped_llama.py`). A rate that the emulated
-  device sets for its disk does not bind llama.cpp.
+- With `--vs` llama.cpp runs after that with its file mapped, from a cold cache, in a memory cgroup with each of these
+  limits, and with as much on the GPU as the VRAM budget has room for (`mapped_llama.py`). A rate that the emulated
+  device sets for its disk does not bind llama.cpp. Where no memory cgroup can be made, `--hold-memory` has a process
+  hold all memory of the machine beyond the limit. Nothing else should run on that machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import subprocess
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ from frameshard.plan.model import read_model
 MIB = 1 << 20
 QUESTION = "A rider comes to the gate, looks up at the guard, and says that the bridge behind the old mill"
 SETTLED_S = 3.0
-PRESSED_S = 120.0
 SAMPLING = {
     "even": frameshard.Sampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=mapped_llama.SEED),
     "likely": frameshard.Sampling(temperature=0.0),
@@ -110,14 +109,6 @@ async def sampled(client: frameshard.Client) -> AsyncIterator[dict[str, int]]:
         nursery.start_soon(sample)
         yield most
         nursery.cancel_scope.cancel()
-
-
-async def unpressed(client: frameshard.Client) -> None:
-    """Waits until the sidecar has no limit of its own. The system reports that llama.cpp lacks memory in its cgroup, as
-    if the machine did."""
-    with trio.move_on_after(PRESSED_S):
-        while (await counters(client))["host"]["pressed_bytes"]:
-            await trio.sleep(0.5)
 
 
 async def settled(client: frameshard.Client, most_s: float) -> float:
@@ -191,26 +182,33 @@ class Beside:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._options = {"prompt": QUESTION, "threads": args.threads}
+        self._options: dict[str, Any] = {"prompt": QUESTION, "threads": args.threads}
         vram_bytes = common.size(args.vram_budget)
         self._setting = mapped_llama.best_setting(args.model, args.device, vram_bytes, **self._options)
 
-    async def run(self, limit_mb: float, n_tokens: int) -> dict[str, Any]:
+    def run(self, limit_mb: float, n_tokens: int) -> dict[str, Any]:
         args, cached_bytes = self._args, drop_from_cache(self._args.model)
-        start = partial(mapped_llama.run, args.model, args.device, self._setting, **self._options)
-        start = partial(start, n_tokens=n_tokens, most_s=args.vs_most, limit_bytes=int(limit_mb * MIB))
-        found: dict[str, Any] = await trio.to_thread.run_sync(start)
+        found = mapped_llama.run(
+            args.model,
+            args.device,
+            self._setting,
+            n_tokens=n_tokens,
+            most_s=args.vs_most,
+            limit_bytes=int(limit_mb * MIB),
+            hold_memory=args.hold_memory,
+            **self._options,
+        )
         drop_from_cache(args.model)
         return found | {"cached_bytes_before": cached_bytes}
 
 
-async def cold(args: argparse.Namespace, beside: Beside | None, budget_mb: float) -> dict[str, Any]:
+async def cold(args: argparse.Namespace, budget_mb: float) -> dict[str, Any]:
     cached_bytes = drop_from_cache(args.model)
     start = time.perf_counter()
     async with launched(args, budget_mb) as client:
         ready_s = time.perf_counter() - start
         found = await answer(client, args.text, 1)
-        row = {
+        return {
             "budget_mb": budget_mb,
             "cached_bytes_before": cached_bytes,
             "ready_s": ready_s,
@@ -218,7 +216,6 @@ async def cold(args: argparse.Namespace, beside: Beside | None, budget_mb: float
             "text": found.text,
             "host": (await counters(client))["host"],
         }
-    return row if beside is None else row | {"llama": await beside.run(budget_mb, 1)}
 
 
 def sizes_mb(texts: str) -> list[float]:
@@ -237,19 +234,15 @@ async def report(args: argparse.Namespace) -> dict[str, Any]:
         "rows": [],
     }
     vram_mb = result["vram_budget_mb"]
-    beside = Beside(args) if args.vs else None
     async with launched(args) as client:
         for budget_mb in (0.0, *sizes_mb(args.host_budget)):
-            await unpressed(client)
             start = time.perf_counter()
             await client.set_budget(vram_mb, host_budget_mb=budget_mb, timeout_s=60)
             set_s = time.perf_counter() - start
             row = {"budget_mb": budget_mb, "set_s": set_s, "settled_s": await settled(client, args.settle)}
             row |= await measure(client, args, of, budget_mb)
-            if beside is not None and budget_mb:
-                row["llama"] = await beside.run(budget_mb, args.generate)
             result["rows"].append(row)
-    result["cold"] = [await cold(args, beside, budget_mb) for budget_mb in sizes_mb(args.cold)]
+    result["cold"] = [await cold(args, budget_mb) for budget_mb in sizes_mb(args.cold)]
     texts = {row["text"] for row in result["rows"]}
     return result | {"same_text": len(texts) == 1}
 
@@ -265,6 +258,7 @@ def main() -> None:
     parser.add_argument("--generate", type=common.positive, default=32, metavar="N", help="tokens of an answer (32)")
     parser.add_argument("--text", choices=SAMPLING, default="even", help="how its tokens are drawn (even)")
     parser.add_argument("--vs", action="store_true", help="run llama.cpp too")
+    parser.add_argument("--hold-memory", action="store_true", help="limit its memory by a process that holds the rest")
     parser.add_argument("--vs-most", type=float, default=90, metavar="S", help="it starts no token after so long (90)")
     parser.add_argument(
         "--settle", type=float, default=60, metavar="S", help="longest wait until what fits is read (60)"
@@ -273,6 +267,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     found = trio.run(report, args)
+    if args.vs:  # without a sidecar: when it sees that memory is short, it gives some of its own back
+        beside = Beside(args)
+        for row in found["rows"][1:]:
+            row["llama"] = beside.run(row["budget_mb"], args.generate)
+        for row in found["cold"]:
+            row["llama"] = beside.run(row["budget_mb"], 1)
     print(json.dumps(found, indent=None if args.json else 1))
 
 

@@ -1,5 +1,6 @@
-"""Runs llama.cpp itself, with its file mapped, in as much host memory as a memory cgroup allows. disk_tier.py compares
-with that.
+"""Runs llama.cpp itself, with its file mapped, in as much host memory as a limit allows. disk_tier.py compares with it.
+
+The limit is that of a memory cgroup. Where none can be made, another process can hold all memory beyond the limit.
 
 As a program it is the process that runs llama.cpp. It reads the prompt, and then decodes tokens that are drawn evenly
 from the vocabulary. llama.cpp leaves weights in the mapping (no repacking), since a copy of them would not fit.
@@ -12,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -81,6 +83,59 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
+# --- memory that another process holds --------------------------------------------------------------------------------
+
+# Takes all memory but so many bytes, says so, and holds it until its input ends.
+HOLDER = """
+import mmap, pathlib, re, sys
+pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
+left_bytes, page_bytes, held = int(sys.argv[1]), mmap.PAGESIZE, []
+while True:
+    available = re.search(r"MemAvailable: +([0-9]+)", pathlib.Path("/proc/meminfo").read_text())
+    n_pages = min((int(available[1]) << 10) - left_bytes, 1 << 28) // page_bytes
+    if n_pages < 256:
+        break
+    held.append(mmap.mmap(-1, n_pages * page_bytes))
+    held[-1].madvise(mmap.MADV_HUGEPAGE)
+    held[-1][::page_bytes] = bytes(n_pages)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def memory_left(left_bytes: int) -> Iterator[int]:
+    """Has a process hold all memory of the machine but so many bytes. Yields its id.
+
+    It is the first one that the kernel ends when memory runs out.
+
+    :raises OSError: it did not hold them to the end.
+    """
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(left_bytes)], **pipes) as holder:
+        holds = bool(holder.stdout.readline())
+        if holds:
+            yield holder.pid
+        if not holds or holder.poll() is not None:
+            raise OSError("the process that holds the memory was ended")
+
+
+@contextlib.contextmanager
+def limited(command: list[str], limit_bytes: int, *, hold_memory: bool) -> Iterator[list[str]]:
+    """Yields the command that runs another one in so much host memory; 0 is no limit.
+
+    :raises OSError: the limit cannot be set, or did not hold.
+    """
+    if not limit_bytes:
+        yield command
+    elif hold_memory:
+        with memory_left(limit_bytes):
+            yield command
+    else:
+        with memory_group(limit_bytes) as group:
+            yield ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
+
+
 # --- its runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -94,13 +149,15 @@ def run(
     threads: int,
     most_s: float,
     limit_bytes: int = 0,
+    hold_memory: bool = False,
     vram_bytes: float = float("inf"),
 ) -> dict[str, Any]:
     """Runs it in a process of its own.
 
     :param setting: the arguments that place weights on the GPU.
     :param most_s: no more tokens are decoded after so many seconds.
-    :param limit_bytes: of host memory, by a memory cgroup; 0 for none.
+    :param limit_bytes: of host memory; 0 for none.
+    :param hold_memory: a process holds all memory beyond the limit. Else it is that of a memory cgroup.
     :param vram_bytes: the process is ended when it takes more.
     :returns: seconds from the start of the process to the first token, seconds for a token, and the most VRAM; or
         ``why`` it has none of them.
@@ -108,16 +165,13 @@ def run(
     inner = native.parse_device(device).inner
     command = [sys.executable, __file__, model, *setting, "--prompt", prompt, "--generate", str(n_tokens)]
     command += ["--threads", str(threads), "--most-s", str(most_s), "--device", "" if inner == EMULATED else inner]
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(tempfile.TemporaryFile("w+"))
-        if limit_bytes:
-            try:
-                group = stack.enter_context(memory_group(limit_bytes))
-            except OSError as error:
-                return {"why": f"no memory cgroup: {error}"}
-            command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
-        start = time.monotonic()
-        ran = run_observed(command, find_observer, log, limit_bytes=vram_bytes)
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            with limited(command, limit_bytes, hold_memory=hold_memory) as within:
+                start = time.monotonic()
+                ran = run_observed(within, find_observer, log, limit_bytes=vram_bytes)
+        except OSError as error:
+            return {"why": f"no limit by {'other memory' if hold_memory else 'a memory cgroup'}: {error}"}
         if (ran.peak_bytes or 0) > vram_bytes:
             return {"why": "it takes more VRAM than the budget", "vram_bytes": ran.peak_bytes}
         if ran.code or not ran.output:

@@ -5,7 +5,8 @@
 Speed and memory depend on shapes and types, not on values. Only the choice of experts depends on values. The mean of
 random 4-bit weights is not 0, so all hidden states have a common direction, and nearly all tokens choose the same
 experts of a layer. Models with ``-even`` have weights with mean 0, and layers that add little to a token's embedding:
-there all experts are chosen equally often. Real models are between the two. ``tiny-`` models are for trying the tools.
+there all experts are chosen equally often. Real models are between the two. A number at the end is that of the layers,
+where a disk has no room for all of them. ``tiny-`` models are for trying the tools.
 
 The shape of Mistral-NeMo-Minitron-4B-128K is not published. ``minitron-4b-f16`` has the width and the heads of
 Minitron-4B-Base, and as many layers as the settings in the artifact of arXiv 2604.26334 tell. Those settings allow 207
@@ -68,6 +69,9 @@ SHAPES = {
     "qwen3-30b-a3b-q4_0": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, "Q4_0", 128, 8, 768),
     "qwen3-30b-a3b-q4_0-even": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, "Q4_0", 128, 8, 768, even=True),
     "qwen3-235b-a22b-q2_k": Shape("qwen3moe", 94, 4096, 64, 4, 128, 12288, 151936, "Q2_K", 128, 8, 1536),
+    "qwen3-235b-a22b-q4_0-even-36": Shape(
+        "qwen3moe", 36, 4096, 64, 4, 128, 12288, 151936, "Q4_0", 128, 8, 1536, even=True
+    ),
     "tiny-f16": Shape("llama", 4, 256, 4, 2, 64, 512, 1024, "F16"),
     "tiny-moe-q4_0": Shape("qwen3moe", 4, 256, 4, 2, 64, 512, 1024, "Q4_0", 16, 4, 128),
     "tiny-moe-q2_k": Shape("qwen3moe", 4, 256, 4, 2, 64, 512, 1024, "Q2_K", 16, 4, 256),
