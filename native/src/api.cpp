@@ -106,8 +106,7 @@ fsd_status fsd_configure(const fsd_config *config) {
     d.ledger.set_budget(limit_of(config->budget_bytes));
     // Measurements without a model are of copies as those of a model's weights will be.
     if (d.inner.quirks.imports_memory && HostPaths::imports_memory(dev)) {
-        d.weights.path = HostPath::imported;
-        d.counters.update([&](fsd_stats &stats) { stats.host_weights = (uint32_t)d.weights.path; });
+        d.set_path(HostPath::imported);
     }
     d.configured.store(true);
     return FSD_OK;

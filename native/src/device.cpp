@@ -429,9 +429,13 @@ void Device::open_cache() {
         ring.reset(); // its copies read the mapping, also in a thread
         residency_generation++;
         cache.open();
-        weights.path = inner.host_buffer_type() ? HostPath::staged : HostPath::direct;
-        counters.update([&](fsd_stats &stats) { stats.host_weights = (uint32_t)weights.path; });
+        set_path(inner.host_buffer_type() ? HostPath::staged : HostPath::direct);
     }
+}
+
+void Device::set_path(HostPath path) {
+    weights.path = path;
+    counters.update([path](fsd_stats &stats) { stats.host_weights = (uint32_t)path; });
 }
 
 bool Device::uses_cpu() const {

@@ -85,6 +85,7 @@ struct Device {
     // False while a graph runs; its executor applies the budget. Also false between a graph and end_graph(), if the budget has
     // no room for its memory.
     bool apply_budget_if_idle();
+    void set_path(HostPath path);      // how weights are copied to the device, also in the counters
     void set_overhead(uint64_t bytes); // in the ledger; frees memory of graphs for which there is no more room
     // Whether a graph is in use that a requested budget has no room for.
     bool must_stop() const;

@@ -214,18 +214,16 @@ char *Inner::staging(size_t bytes) {
 }
 
 std::shared_ptr<char> Inner::pages(size_t bytes) const {
-    const auto first_page = [](void *p) { return FileRange::up((char *)p); };
     const size_t all = bytes + MappedFile::kUnit;
-    ggml_backend_buffer_type_t host = host_buffer_type();
-    if (ggml_backend_buffer_t pinned = host ? ggml_backend_buft_alloc_buffer(host, all) : nullptr) {
-        return {first_page(ggml_backend_buffer_get_base(pinned)),
-                [pinned](char *) { ggml_backend_buffer_free(pinned); }};
+    std::shared_ptr<ggml_backend_buffer> memory = host_buffer_type() ? allocate_pinned(dev, all) : nullptr;
+    if (!memory) {
+        memory = allocate_pages(all);
+        if (!memory) {
+            return nullptr;
+        }
+        ggml_backend_buffer_clear(memory.get(), 0); // now the system gives its pages, and counts them as used() does
     }
-    if (char *memory = reserve_addresses(all)) {
-        memset(memory, 0, all); // now the system gives its pages, and counts them as used() does
-        return {first_page(memory), [memory, all](char *) { release_addresses(memory, all); }};
-    }
-    return nullptr;
+    return {memory, FileRange::up((char *)ggml_backend_buffer_get_base(memory.get()))};
 }
 
 // If the device's kernels can read staging memory a kernel fetches the rows, because a copy would wait behind the copies of

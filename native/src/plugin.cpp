@@ -341,8 +341,7 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     const bool first = std::none_of(d.buffers.begin(), d.buffers.end(), [](const Buffer *b) { return b->weights; });
     d.buffers.push_back(c.get());
-    d.weights.path = first ? path : std::max(d.weights.path, path);
-    d.counters.update([&](fsd_stats &stats) { stats.host_weights = (uint32_t)d.weights.path; });
+    d.set_path(first ? path : std::max(d.weights.path, path));
     // ggml checks that the padding of the last tensor lies in the buffer. The file has none, and nothing reads it here.
     constexpr size_t padding = 64 * 1024;
     return ggml_backend_buffer_init(buffer_type(), buffer_vtable, c.release(), size + padding);

@@ -14,10 +14,6 @@ namespace fsd::vulkan {
 
 namespace {
 
-struct InstanceCalls {
-    GetProcAddr proc = nullptr;
-};
-
 struct DeviceCalls {
     GetProcAddr proc = nullptr;
     CreateBuffer create_buffer = nullptr;
@@ -51,8 +47,8 @@ template <typename T> class Calls {
 };
 
 // Never destroyed: a driver may end after the statics of this library.
-Calls<InstanceCalls> &instances() {
-    static auto *all = new Calls<InstanceCalls>;
+Calls<GetProcAddr> &instances() {
+    static auto *all = new Calls<GetProcAddr>;
     return *all;
 }
 
@@ -91,7 +87,7 @@ Result FSD_VULKAN_CALL create_instance(const AnyInfo *info, const void *allocato
     const GetProcAddr proc = link->instance_proc;
     const Result result = create(info, allocator, instance);
     if (result == 0) {
-        instances().set(*instance, {proc});
+        instances().set(*instance, proc);
     }
     return result;
 }
@@ -100,7 +96,7 @@ void FSD_VULKAN_CALL destroy_instance(Handle instance, const void *allocator) {
     if (!instance) {
         return;
     }
-    const auto destroy = find<Destroy>(instances().of(instance).proc, instance, "vkDestroyInstance");
+    const auto destroy = find<Destroy>(instances().of(instance), instance, "vkDestroyInstance");
     instances().forget(instance);
     destroy(instance, allocator);
 }
@@ -185,7 +181,7 @@ Function FSD_VULKAN_CALL instance_proc(Handle instance, const char *name) {
     if (function || !instance) {
         return function;
     }
-    return instances().of(instance).proc(instance, name);
+    return instances().of(instance)(instance, name);
 }
 
 Function ours(const char *name, bool of_devices) {
@@ -212,14 +208,14 @@ Function ours(const char *name, bool of_devices) {
 } // namespace fsd::vulkan
 
 extern "C" FSD_API fsd::vulkan::Result FSD_VULKAN_CALL
-vkNegotiateLoaderLayerInterfaceVersion(fsd::vulkan::LayerInterface *interface) {
+vkNegotiateLoaderLayerInterfaceVersion(fsd::vulkan::LayerInterface *asked) {
     constexpr uint32_t kVersion = 2;
-    if (!interface || interface->version < kVersion) {
+    if (!asked || asked->version < kVersion) {
         return fsd::vulkan::kInitializationFailed;
     }
-    interface->version = kVersion;
-    interface->instance_proc = fsd::vulkan::instance_proc;
-    interface->device_proc = fsd::vulkan::device_proc;
-    interface->physical_device_proc = nullptr;
+    asked->version = kVersion;
+    asked->instance_proc = fsd::vulkan::instance_proc;
+    asked->device_proc = fsd::vulkan::device_proc;
+    asked->physical_device_proc = nullptr;
     return 0;
 }

@@ -155,7 +155,7 @@ def run(
     """Runs it in a process of its own.
 
     :param setting: the arguments that place weights on the GPU.
-    :param most_s: no more tokens are decoded after so many seconds.
+    :param most_s: no token is begun so many seconds after the first.
     :param limit_bytes: of host memory; 0 for none.
     :param hold_memory: a process holds all memory beyond the limit. Else it is that of a memory cgroup.
     :param vram_bytes: the process is ended when it takes more.
@@ -256,7 +256,6 @@ def main() -> None:
 
     from frameshard.engine.tokenizer import tokenize
 
-    start = time.monotonic()
     model, context = _load(args)
     vocab = llama_cpp.llama_model_get_vocab(model)
 
@@ -270,7 +269,7 @@ def main() -> None:
     times = [time.monotonic()]
     drawn = np.random.default_rng(SEED).integers(llama_cpp.llama_vocab_n_tokens(vocab), size=args.generate - 1)
     for token in drawn.tolist():
-        if times[-1] - start > args.most_s:
+        if times[-1] - times[0] > args.most_s:
             break
         decode([token])
         times.append(time.monotonic())
