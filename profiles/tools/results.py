@@ -572,21 +572,24 @@ def disk_tier(results: list[Result]) -> list[str]:
     """A model whose weights come from the disk, because a host budget has no room for them."""
     lines = []
     for result in results:
-        rows = []
+        rows, with_llama = [], any("llama" in row for row in result["rows"])
         for row in result["rows"]:
             values = [row["read_bytes_per_token"] / 2**20, row["token_s"], row["disk_s"], row["link_s"]]
-            values += [row["over_slowest"], row["first_token_s"], row["most_used_bytes"] / 2**20, row["samples"]]
+            values += [row["over_slowest"], row["disk_s"] / row["token_s"] or None, row["first_token_s"]]
+            values += [row["most_used_bytes"] / 2**20, row["samples"]]
             beside = row.get("llama", {})
             values += [row.get("host_hit_rate"), beside.get("token_s"), beside.get("first_token_s")]
             rows.append([number(row["budget_mb"] or None), *(number(value) for value in values)])
         lines += [
             f"A file of {result['file_bytes'] / 2**20:,.0f} MiB at {number(result['vram_budget_mb'])} MiB of VRAM; a "
             f"disk of {max(result['disk']['rate']) / 1e9:.2f} GB/s, measured before. "
-            + ("The text is the same in all rows." if result["same_text"] else "The texts differ."),
+            + ("The text is the same in all rows." if result["same_text"] else "The texts differ.")
+            + (" llama.cpp's first token is counted from its start." if with_llama else ""),
             "",
         ]
         columns = ["host budget MiB", "MiB from disk for a token", "s for a token", "disk alone s", "link alone s"]
-        columns += ["over the slower", "first token s", "most host memory MiB, own count", "samples"]
+        columns += ["over the slower", "share of the disk's bound", "first token s"]
+        columns += ["most host memory MiB, own count", "samples"]
         columns += ["experts in host memory", "llama.cpp s for a token", "llama.cpp first token s"]
         lines += table(columns, rows)
         lines += cold_starts(result["cold"]) if result["cold"] else []
