@@ -120,6 +120,16 @@ class _File:
         self.matrix(f"blk.{i}.ffn_up_exps", self.n_embd, n_ff, n_expert, kind=kind)
         self.matrix(f"blk.{i}.ffn_down_exps", n_ff, self.n_embd, n_expert, kind=kind)
 
+    def shared_expert(self, i: int, n_ff: int, *, kind: str = "F16") -> None:
+        self.matrix(f"blk.{i}.ffn_gate_shexp", self.n_embd, n_ff, kind=kind)
+        self.matrix(f"blk.{i}.ffn_up_shexp", self.n_embd, n_ff, kind=kind)
+        self.matrix(f"blk.{i}.ffn_down_shexp", n_ff, self.n_embd, kind=kind)
+
+    def next_token(self, i: int) -> None:
+        """Adds what a layer has that predicts the token after the next one. llama.cpp does not load that layer."""
+        self.matrix(f"blk.{i}.nextn.eh_proj", 2 * self.n_embd, self.n_embd)
+        self.norms(i, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
+
     def mamba2_keys(self, inner: int, state: int, n_head: int) -> None:
         self.key("ssm.conv_kernel", 4)
         self.key("ssm.inner_size", inner)
@@ -207,9 +217,125 @@ def _deepseek2(file: _File) -> None:
             file.ffn(i, 512)
             continue
         file.experts(i, 8, 160, kind="F16")
-        file.matrix(f"blk.{i}.ffn_gate_shexp", file.n_embd, 160)
-        file.matrix(f"blk.{i}.ffn_up_shexp", file.n_embd, 160)
-        file.matrix(f"blk.{i}.ffn_down_shexp", 160, file.n_embd)
+        file.shared_expert(i, 160)
+
+
+def _gpt_oss(file: _File) -> None:
+    n_expert, n_ff = 8, 128
+    file.key("feed_forward_length", n_ff)
+    file.key("expert_count", n_expert)
+    file.key("expert_used_count", 2)
+    file.key("expert_feed_forward_length", n_ff)
+    file.attention_keys(6, 3, 64)
+    file.key("attention.sliding_window", 32)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "post_attention_norm")
+        file.attention(i, 6, 3, 64)
+        for name, n in (("q", 384), ("k", 192), ("v", 192), ("output", file.n_embd)):
+            file.vector(f"blk.{i}.attn_{name}.bias", n, mean=0.0)
+        file.vector(f"blk.{i}.attn_sinks.weight", 6)
+        file.experts(i, n_expert, n_ff, kind="MXFP4")
+        file.vector(f"blk.{i}.ffn_gate_inp.bias", n_expert, mean=0.0)
+        for name, n in (("gate", n_ff), ("up", n_ff), ("down", file.n_embd)):
+            file.vector(f"blk.{i}.ffn_{name}_exps.bias", n, n_expert, mean=0.0)
+
+
+def _glm4moe(file: _File) -> None:
+    file.key("feed_forward_length", 512)
+    file.key("leading_dense_block_count", 1)
+    file.key("expert_count", 8)
+    file.key("expert_used_count", 2)
+    file.key("expert_shared_count", 1)
+    file.key("expert_feed_forward_length", 160)
+    file.key("expert_weights_scale", 1.0)
+    file.key("expert_weights_norm", True)
+    file.key("nextn_predict_layers", 1)
+    file.attention_keys(6, 3, 64)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "post_attention_norm")
+        file.attention(i, 6, 3, 64)
+        for name, n in (("q", 384), ("k", 192), ("v", 192)):
+            file.vector(f"blk.{i}.attn_{name}.bias", n, mean=0.0)
+        if i == 0:
+            file.ffn(i, 512)
+            continue
+        file.experts(i, 8, 160, kind="F16")
+        file.vector(f"blk.{i}.exp_probs_b.bias", 8, mean=0.0)
+        file.shared_expert(i, 160)
+    file.next_token(file.n_layer - 1)
+
+
+def _qwen35moe(file: _File) -> None:
+    n_k_head, n_v_head, dim = 2, 4, 64  # of linear attention
+    file.key("feed_forward_length", 512)
+    file.key("expert_count", 8)
+    file.key("expert_used_count", 2)
+    file.key("expert_feed_forward_length", 128)
+    file.key("expert_shared_feed_forward_length", 128)
+    file.key("nextn_predict_layers", 1)
+    file.key("full_attention_interval", 2)
+    file.attention_keys(4, 2, 64)
+    file.key("rope.dimension_sections", [11, 11, 10, 0])
+    file.key("ssm.conv_kernel", 4)
+    file.key("ssm.inner_size", n_v_head * dim)
+    file.key("ssm.state_size", dim)
+    file.key("ssm.time_step_rank", n_v_head)
+    file.key("ssm.group_count", n_k_head)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "post_attention_norm")
+        if i % 2 == 1 or i == file.n_layer - 1:
+            file.matrix(f"blk.{i}.attn_q", file.n_embd, 2 * 4 * 64)  # a gate for each head
+            file.matrix(f"blk.{i}.attn_k", file.n_embd, 2 * 64)
+            file.matrix(f"blk.{i}.attn_v", file.n_embd, 2 * 64)
+            file.matrix(f"blk.{i}.attn_output", 4 * 64, file.n_embd)
+            file.vector(f"blk.{i}.attn_q_norm.weight", 64)
+            file.vector(f"blk.{i}.attn_k_norm.weight", 64)
+        else:
+            conv = (2 * n_k_head + n_v_head) * dim
+            file.matrix(f"blk.{i}.attn_qkv", file.n_embd, conv)
+            file.matrix(f"blk.{i}.attn_gate", file.n_embd, n_v_head * dim)
+            file.vector(f"blk.{i}.ssm_conv1d.weight", 4, conv, mean=0.0, spread=0.5)
+            file.vector(f"blk.{i}.ssm_dt.bias", n_v_head, mean=-2.0, spread=1.0)
+            file.vector(f"blk.{i}.ssm_a", n_v_head, mean=-1.0)
+            file.matrix(f"blk.{i}.ssm_beta", file.n_embd, n_v_head, kind="F32")
+            file.matrix(f"blk.{i}.ssm_alpha", file.n_embd, n_v_head, kind="F32")
+            file.vector(f"blk.{i}.ssm_norm.weight", dim)
+            file.matrix(f"blk.{i}.ssm_out", n_v_head * dim, file.n_embd)
+        file.matrix(f"blk.{i}.ffn_gate_inp", file.n_embd, 8, kind="F32", gain=3.0)
+        file.matrix(f"blk.{i}.ffn_gate_up_exps", file.n_embd, 2 * 128, 8, kind="Q8_0")
+        file.matrix(f"blk.{i}.ffn_down_exps", 128, file.n_embd, 8, kind="Q8_0")
+        file.vector(f"blk.{i}.ffn_gate_inp_shexp.weight", file.n_embd, mean=0.0)
+        file.shared_expert(i, 128)
+    file.next_token(file.n_layer - 1)
+
+
+def _gemma3n(file: _File) -> None:
+    n_altup, per_layer, rank = 4, 256, 64  # llama.cpp knows no others
+    file.key("feed_forward_length", 256)
+    file.attention_keys(2, 1, 64)
+    file.key("attention.sliding_window", 32)
+    file.head(tied=True)
+    file.matrix("altup_proj", file.n_embd, file.n_embd, n_altup - 1)
+    file.matrix("altup_unembd_proj", file.n_embd, file.n_embd, n_altup - 1)
+    file.matrix("per_layer_token_embd", per_layer * file.n_layer, N_VOCAB, gain=10.0)
+    file.matrix("per_layer_model_proj", file.n_embd, per_layer * file.n_layer)
+    file.vector("per_layer_proj_norm.weight", per_layer)
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm", "post_norm", "laurel_post_norm", "altup_router_norm")
+        file.norms(i, "post_attention_norm", "post_ffw_norm", mean=4.0)
+        file.attention(i, 2, 1, 64, norms=True)
+        file.ffn(i, 256)
+        file.matrix(f"blk.{i}.inp_gate", file.n_embd, per_layer)
+        file.matrix(f"blk.{i}.proj", per_layer, file.n_embd)
+        file.vector(f"blk.{i}.altup_correct_coef.weight", n_altup, n_altup)
+        file.vector(f"blk.{i}.altup_correct_scale.weight", file.n_embd)
+        file.vector(f"blk.{i}.altup_predict_coef.weight", n_altup, n_altup * n_altup, mean=0.0)
+        file.matrix(f"blk.{i}.altup_router", file.n_embd, n_altup, kind="F32")
+        file.matrix(f"blk.{i}.laurel_l", file.n_embd, rank)
+        file.matrix(f"blk.{i}.laurel_r", rank, file.n_embd)
 
 
 def _gemma3(file: _File) -> None:
@@ -343,6 +469,12 @@ ARCHS: dict[str, Tiny] = {
     "llama": Tiny("dense", "llama", 4, 256, _llama),
     "qwen3moe": Tiny("experts, quantised", "qwen3moe", 4, 256, _qwen3moe),
     "deepseek2": Tiny("latent attention, shared experts, a dense first layer", "deepseek2", 4, 256, _deepseek2),
+    "gpt-oss": Tiny("experts with biases in 4-bit floats, attention sinks", "gpt-oss", 4, 256, _gpt_oss),
+    "glm4moe": Tiny("chosen with a bias, a last layer that is not loaded", "glm4moe", 5, 256, _glm4moe),
+    "qwen35moe": Tiny("hybrid: linear and gated attention, gate and up in one", "qwen35moe", 5, 256, _qwen35moe),
+    "gemma3n": Tiny(
+        "four states for each token, layers that share the KV cache of others", "gemma3n", 22, 256, _gemma3n
+    ),
     "gemma3": Tiny("sliding window on every other layer, tied embedding", "gemma3", 4, 256, _gemma3),
     "gemma4": Tiny("layers that share the KV cache of others, embeddings by layer", "gemma4", 6, 256, _gemma4),
     "mamba2": Tiny("recurrent, state space", "mamba2", 4, 256, _mamba2),

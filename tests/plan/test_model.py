@@ -89,6 +89,34 @@ def test_kinds_of_shards(tiny_model: Callable[[str], Path]) -> None:
     assert kinds(read_model(tiny_model("mamba2"))) == {"attention": 4, "output": 1, "core": 1}
 
 
+@pytest.mark.parametrize(
+    ("name", "attention", "cached", "recurrent"),
+    [
+        ("llama", {0, 1, 2, 3}, {0, 1, 2, 3}, set()),
+        ("deepseek2", {0, 1, 2, 3}, {0, 1, 2, 3}, set()),
+        ("gemma3n", set(range(22)), set(range(20)), set()),
+        ("gemma4", set(range(6)), set(range(4)), set()),
+        ("glm4moe", {0, 1, 2, 3}, {0, 1, 2, 3}, set()),
+        ("qwen35moe", {1, 3}, {1, 3}, {0, 2}),
+        ("lfm2", {1, 3}, {1, 3}, {0, 2}),
+        ("falcon-h1", {0, 1, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}),
+        ("rwkv7", set(), set(), {0, 1, 2, 3}),
+    ],
+)
+def test_what_layers_keep(
+    name: str, attention: set[int], cached: set[int], recurrent: set[int], tiny_model: Callable[[str], Path]
+) -> None:
+    model = read_model(tiny_model(name))
+    assert (model.attention_layers, model.cached_layers, model.recurrent_layers) == (attention, cached, recurrent)
+
+
+def test_linear_attention_of_another_size_is_refused(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    file = mutants.Gguf(tiny_model("qwen35moe"))
+    file.key("qwen35moe.ssm.inner_size").value = 512
+    with pytest.raises(BadModel, match="inner_size is 512, not 4 heads of 64 values"):
+        read_model(file.write(tmp_path / "model.gguf", sparse=True))
+
+
 def test_sizes_of_types() -> None:
     known = {int(number): sizes for number, sizes in gguf.constants.GGML_QUANT_SIZES.items()}
     del known[gguf.GGMLQuantizationType.Q8_1]  # older releases of gguf have a wrong size
@@ -238,6 +266,15 @@ BAD: dict[str, tuple[str, Callable[[Gguf], object]]] = {
         "attn_k.weight has 32 rows, which llama.attention.head_count_kv 4 does not fit",
         lambda f: _tensor(f, b"blk.0.attn_k.weight", (64, 32)),
     ),
+    "value heads of another width": (
+        "attn_v.weight has 32 rows, which llama.attention.head_count_kv 4 does not fit",
+        lambda f: _tensor(f, b"blk.0.attn_v.weight", (64, 32)),
+    ),
+    "sections wider than a head": (
+        "dimension_sections is .*, more than the 16 values",
+        lambda f: f.set("llama.rope.dimension_sections", [8, 9]),
+    ),
+    "16-bit scale of a state": ("type F16", lambda f: _tensor(f, b"blk.0.ssm_d", (1, 8), 1)),
     "no layer with a window": (
         "leaves no layer",
         lambda f: (

@@ -114,10 +114,13 @@ def check_type(tensor: Tensor) -> None:
         # The CPU adds and multiplies vectors only if they are 32-bit numbers.
         if kind not in (_PLAIN if len(tensor.shape) > 1 and not name.endswith("norm.weight") else ("F32",)):
             wrong(f"tensor {name} is of type {kind}, which no bias or norm can be")
-    elif kind != "F32" and ("lerp_" in name or (len(tensor.shape) == 1 and "scale" in name)):
+    elif kind != "F32" and (_SCALE.search(name) or (len(tensor.shape) == 1 and "scale" in name)):
         wrong(f"tensor {name} is of type {kind}, which no scale can be")
     elif kind in _NO_WEIGHTS and not _TABLE.search(name):
         wrong(f"tensor {name} is of type {kind}, which no weights can be")
+
+
+_SCALE = re.compile(r"lerp_|\.ssm_[ad]$")
 
 
 def check_biases(tensors: tuple[Tensor, ...]) -> None:
@@ -165,6 +168,7 @@ def check_heads(
         rotated = max(whole_by_layer(metadata, f"{arch}.rope.dimension_count{suffix}", n_layer, usual), default=0)
         if n_head:
             _check_rotated(metadata, arch, suffix, width)
+            _check_sections(metadata, arch, width)
         latent = whole(metadata, f"{arch}.attention.key_length_mla{suffix}", 0)
         rank = whole(metadata, f"{arch}.attention.kv_lora_rank{suffix}", 0)
         if latent and max(by_layer) != 1:
@@ -176,6 +180,11 @@ def check_heads(
         if match is not None and len(tensor.shape) == 2 and int(match[1]) < n_layer:
             layer = int(match[1])
             _check_projection(metadata, arch, tensor, heads[layer], by_layer[layer], n_embd)
+    inner, n_state, n_value_heads = (
+        whole(metadata, f"{arch}.ssm.{key}", 0) for key in ("inner_size", "state_size", "time_step_rank")
+    )
+    if arch in _GATED and inner != n_state * n_value_heads:
+        wrong(f"{arch}.ssm.inner_size is {inner}, not {n_value_heads} heads of {n_state} values")
     head_size = whole(metadata, f"{arch}.wkv.head_size", 1)
     if head_size < 1 or n_embd % head_size:
         wrong(f"{arch}.wkv.head_size is {head_size}, which does not divide an embedding of {n_embd}")
@@ -194,23 +203,35 @@ def _check_rotated(metadata: Mapping[str, Value], arch: str, suffix: str, width:
             wrong(f"{key} is {rotated}, and {arch} rotates all {width} values of a head")
 
 
-_PROJECTION = re.compile(r"blk\.(\d+)\.attn_([qk])\.weight")
+def _check_sections(metadata: Mapping[str, Value], arch: str, width: int) -> None:
+    """Checks the sections of a head that are rotated by different positions."""
+    key = f"{arch}.rope.dimension_sections"
+    sections = metadata.get(key, ())
+    if isinstance(sections, tuple) and not all(isinstance(n, int) and n >= 0 for n in sections):
+        wrong(f"{key} is {sections}, not numbers from 0 up")
+    if isinstance(sections, tuple) and sum(map(int, sections)) > width:
+        wrong(f"{key} is {sections}, more than the {width} values of a head")
+
+
+_PROJECTION = re.compile(r"blk\.(\d+)\.attn_([qkv])\.weight")
 _GATED = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")
 
 
 def _check_projection(
     metadata: Mapping[str, Value], arch: str, tensor: Tensor, n_head: int, n_head_kv: int, n_embd: int
 ) -> None:
-    """Checks the rows of a query or key projection: one row for each value of each head. In some architectures queries
-    have twice as many, because each has a gate of the same size."""
+    """Checks the rows of a projection: one row for each value of each head. In some architectures queries have twice as
+    many, because each has a gate of the same size."""
     if not n_head or not n_head_kv:
         return
-    names = ("attention.key_length_swa", "attention.key_length_mla")
-    widths = {whole(metadata, f"{arch}.attention.key_length", n_embd // n_head)}
+    part = "value" if tensor.name.endswith("attn_v.weight") else "key"
+    names = (f"attention.{part}_length_swa", f"attention.{part}_length_mla")
+    widths = {whole(metadata, f"{arch}.attention.{part}_length", n_embd // n_head)}
     widths |= {whole(metadata, f"{arch}.{name}", 0) for name in names}
     queries = tensor.name.endswith("attn_q.weight")
     n = (n_head * (2 if arch in _GATED else 1)) if queries else n_head_kv
-    fits = {each * width for width in widths for each in (n, n_head)}  # linear attention has n_head key heads
+    counts = (n,) if part == "value" else (n, n_head)  # linear attention has n_head key heads
+    fits = {each * width for width in widths for each in counts}
     fits.add(n_head * whole(metadata, f"{arch}.kda.head_dim", 0))
     if tensor.shape[1] not in fits:
         key = "head_count" if queries else "head_count_kv"

@@ -369,13 +369,17 @@ class Graph:
         head_dim, n_head, _ = heads = heads_of(model)
         each = n_tokens / n_seq
         kv_rate, flops_rate = costs.profile.attention_rates(heads, n_before + each / 2, conditions.kv_type)
-        flops = 4.0 * head_dim * n_head * model.n_layer * n_tokens * (n_before + each / 2)
-        kv_read = kv_bytes(model, 256, kv_type=conditions.kv_type) / 256 * (n_before + each) * n_seq
-        self.attention_s = max(flops / flops_rate, kv_read / kv_rate)
+        n_attend, n_cached = len(model.attention_layers), len(model.cached_layers)
+        flops = 4.0 * head_dim * n_head * n_attend * n_tokens * (n_before + each / 2)
+        states = kv_bytes(model, 0, n_seq)
+        cells = (kv_bytes(model, 256, n_seq, conditions.kv_type) - states) / 256 * (n_before + each) * n_seq
+        read = states + cells * n_attend / max(n_cached, 1)
+        self.attention_s = max(flops / flops_rate, read / kv_rate)
         # Whole layers are in host memory.
-        left_out = max(1 - conditions.kv_room / max(kv_read, conditions.kv_held, 1.0), 0.0)
-        n_layers = float(np.ceil(left_out * model.n_layer))
-        on_host = kv_read * n_layers / max(model.n_layer, 1)
+        left_out = max(1 - conditions.kv_room / max(states + cells, conditions.kv_held, 1.0), 0.0)
+        n_kept = len(model.cached_layers | model.recurrent_layers)
+        n_layers = float(np.ceil(left_out * n_kept))
+        on_host = (states + cells) * n_layers / max(n_kept, 1)
         self.host_kv = _HostKv(on_host, on_host / costs.profile.h2d, n_layers)
 
     @staticmethod

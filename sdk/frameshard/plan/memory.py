@@ -19,8 +19,8 @@ from frameshard.plan.workload import Workload
 _PAGE = 256  # llama.cpp makes the number of KV cells a multiple of this
 _KV_BLOCK = 32  # in both quantised types so many values share a scale
 _VERIFIED = 32  # the most rows of logits in which drafted tokens are verified, all sequences together
-# The compute buffer of a layer, relative to the sum of tensors in _graph_bytes(). Measured: 1.0 to 1.25, with 11
-# models of 10 architectures and 64 to 1,024 tokens.
+# The most that a compute buffer is, relative to the sum of a layer's tensors in _graph_bytes(). Measured: 1.0 to 1.25
+# with 11 models of 10 architectures and 64 to 1,024 tokens; 1.1 with 128 experts, as little as 0.5 with a few.
 _LIVE = 1.3
 # How much more a graph takes than in a layout of its own: llama.cpp lays its compute buffer out for the largest graph,
 # in which the tensors of a smaller one share less memory. Measured: 1.55 with minitron-8b, 1.0 with qwen3-30b-a3b.
@@ -57,42 +57,43 @@ def check_kv_type(model: Model, kv_type: KvType) -> None:
 
 
 def kv_bytes(model: Model, n_tokens: int, n_seq: int = 1, kv_type: KvType = "f16") -> int:
-    """The bytes of KV cache and recurrent state that a graph reads. It is an upper bound: sliding windows and layers
-    that share a cache count in full.
+    """The bytes of KV cache and recurrent state of so many tokens. Layers with a sliding window keep all tokens, too.
 
     :param n_tokens: tokens in the KV cache, all sequences together.
     :param n_seq: sequences, each with a recurrent state.
     """
-    values = sum(keys + values for keys, values in _kv_values(model))
+    values = sum(map(sum, _kv_values(model).values()))
     cells = -(-n_tokens // _PAGE) * _PAGE
-    return int(values * cells * kv_value_bytes(kv_type)) + 4 * _recurrent_values(model) * n_seq
+    states = _recurrent_values(model) * len(model.recurrent_layers)
+    return int(values * cells * kv_value_bytes(kv_type)) + 4 * states * n_seq
 
 
-def _kv_values(model: Model) -> list[tuple[int, int]]:
-    """For each layer, the numbers of values in a token's keys and in its values."""
+def _kv_values(model: Model) -> dict[int, tuple[int, int]]:
+    """For each layer that keeps them, the numbers of values in a token's keys and in its values."""
     heads = model.by_layer("attention.head_count")
     kv_heads = model.by_layer("attention.head_count_kv", -1)
     kv_heads = tuple(kv if kv >= 0 else head for kv, head in zip(kv_heads, heads, strict=True))
     head_dim = model.n_embd // max(max(heads, default=1), 1)
-    keys = max(model.integer(f"attention.key_length{suffix}", head_dim) for suffix in ("", "_swa"))
-    values = max(model.integer(f"attention.value_length{suffix}", head_dim) for suffix in ("", "_swa"))
+    keys, values = model.integer("attention.key_length", head_dim), model.integer("attention.value_length", head_dim)
+    keys = max(keys, model.integer("attention.key_length_swa"))
+    values = max(values, model.integer("attention.value_length_swa"))
     if model.integer("attention.key_length_mla"):
         values = 0  # latent attention computes the values from the keys
-    return [(heads * keys, heads * values) for heads in kv_heads]
+    return {layer: (kv_heads[layer] * keys, kv_heads[layer] * values) for layer in sorted(model.cached_layers)}
 
 
 def _recurrent_values(model: Model) -> int:
-    """The number of values in the recurrent state of one sequence, all layers together."""
+    """The number of values in the recurrent state of one sequence in a layer that has one."""
     n_embd, conv = model.n_embd, max(model.integer("ssm.conv_kernel") - 1, 0)
     inner, state, groups = (model.integer(f"ssm.{key}") for key in ("inner_size", "state_size", "group_count"))
     n_head = max(model.integer("attention.head_count"), 1)
     if head_size := model.integer("wkv.head_size"):
-        return (2 * n_embd + n_embd * head_size) * model.n_layer
+        return 2 * n_embd + n_embd * head_size
     if cache := model.integer("shortconv.l_cache"):
-        return n_embd * (cache - 1) * model.n_layer
+        return n_embd * (cache - 1)
     if head_dim := model.integer("kda.head_dim"):
-        return (3 * conv * head_dim + head_dim * head_dim) * n_head * model.n_layer
-    return (conv * (inner + 2 * groups * state) + inner * state) * model.n_layer
+        return (3 * conv * head_dim + head_dim * head_dim) * n_head
+    return conv * (inner + 2 * groups * state) + inner * state
 
 
 def fixed_vram(model: Model, device: str, overhead_bytes: int = 0) -> int:
@@ -150,16 +151,20 @@ def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -
     n_seq = workload.n_parallel
     cells = -(-workload.n_ctx // _PAGE) * _PAGE
     n_ff = model.integer("feed_forward_length")
+    between = 2 * n_ff
     if model.n_expert_used:
         dense = any(tensor.name.endswith(".ffn_up.weight") for tensor in model.tensors)
         experts = model.n_expert_used * (model.integer("expert_feed_forward_length", n_ff) + model.n_embd)
-        n_ff = max(n_ff, experts) if dense else experts
+        between = max(between, experts) if dense else experts
     n_tokens = min(n_tokens, cells * n_seq)
     query = model.integer("attention.head_count") * model.integer("attention.key_length")
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
-    activations = _LIVE * 4 * n_tokens * (4 * model.n_embd + 2 * n_ff + 2 * query + recurrent)
-    largest_kv = max(map(sum, _kv_values(model)), default=0)
-    logits = 4 * model.n_vocab * logits_rows(n_seq, n_tokens, can_speculate=not _recurrent_values(model))
+    of_a_layer = 4 * model.n_embd + between + 2 * query + recurrent
+    # Embeddings by layer are looked up, scaled and summed before the first layer.
+    by_layer = next((t.shape[0] for t in model.tensors if t.name == "per_layer_token_embd.weight"), 0)
+    activations = _LIVE * 4 * n_tokens * max(of_a_layer, 3 * by_layer)
+    largest_kv = max(map(sum, _kv_values(model).values()), default=0)
+    logits = 4 * model.n_vocab * logits_rows(n_seq, n_tokens, can_speculate=not model.recurrent_layers)
     # The output head is last. It reuses the memory of the activations, except for those of the last layer.
     graph = (
         mask_bytes(model, n_tokens, cells)
@@ -174,7 +179,7 @@ def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -
 def mask_bytes(model: Model, n_tokens: int, n_cells: int) -> int:
     """The masks of attention in a graph of ``n_tokens`` tokens that attend to ``n_cells`` cells. They have 16-bit
     values. Models with sliding windows have a second mask."""
-    if not any(map(sum, _kv_values(model))):
+    if not model.attention_layers:
         return 0
     return 2 * n_tokens * n_cells * (2 if model.integer("attention.sliding_window") else 1)
 
@@ -207,13 +212,12 @@ def estimate_context(model: Model, device: str, workload: Workload) -> Context:
     number = GGML_NUMBERS[kv_type.upper()]
     kv = [
         native.KvShape(layer, number, row, cells, n_seq, used)
-        for layer, rows in enumerate(_kv_values(model))
+        for layer, rows in _kv_values(model).items()
         for row in rows
         if row
     ]
-    state = -(-_recurrent_values(model) // max(model.n_layer, 1))
-    if state:
-        kv += [native.KvShape(i, GGML_NUMBERS["F32"], state, n_seq, 1, n_seq) for i in range(model.n_layer)]
+    state = _recurrent_values(model)
+    kv += [native.KvShape(i, GGML_NUMBERS["F32"], state, n_seq, 1, n_seq) for i in sorted(model.recurrent_layers)]
     sizes = native.lay_out(device, (), kv=kv)
     return Context(sizes.kv_used_bytes, sizes.kv_bytes, sizes.kv_window_bytes, kv_type)
 

@@ -85,6 +85,34 @@ class Model:
     def core_bytes(self) -> int:
         return self.core.n_bytes if self.core else 0
 
+    @cached_property
+    def recurrent_layers(self) -> frozenset[int]:
+        """The layers with a recurrent state."""
+        return self._layers_with(_RECURRENT)
+
+    @cached_property
+    def attention_layers(self) -> frozenset[int]:
+        """The layers in which tokens attend to each other."""
+        fused = self._layers_with(_FUSED) - self.recurrent_layers  # the others are linear attention
+        found = self._layers_with(_QUERIES) | fused
+        if not found and not self.recurrent_layers:
+            found = frozenset(range(self.n_layer))  # tensors with other names
+        kv_heads = self.by_layer("attention.head_count_kv", -1)
+        return frozenset(layer for layer in found if kv_heads[layer])
+
+    @cached_property
+    def cached_layers(self) -> frozenset[int]:
+        """The layers that keep keys and values. The other attention layers use those of layers before them."""
+        n_shared = self.integer("attention.shared_kv_layers")
+        n_cached = _CACHED_OF_GEMMA_3N if self.arch == "gemma3n" else self.n_layer - n_shared
+        return frozenset(layer for layer in self.attention_layers if layer < n_cached)
+
+    def _layers_with(self, tensors: re.Pattern[str]) -> frozenset[int]:
+        """The layers with a tensor of such a name, without those for multi-token prediction."""
+        found = (int(match[1]) for tensor in self.tensors if (match := tensors.match(tensor.name)))
+        n_loaded = self.n_layer - self.integer("nextn_predict_layers")
+        return frozenset(layer for layer in found if layer < n_loaded)
+
     def integer(self, key: str, default: int = 0) -> int:
         """The architecture's value of ``key``, for example ``attention.head_count``; the largest if layers differ."""
         value = self.metadata.get(f"{self.arch}.{key}", default)
@@ -180,6 +208,11 @@ def _build(path: Path, header: Header, tensors: tuple[Tensor, ...], file_bytes: 
         fingerprint=fingerprint,
     )
 
+
+_RECURRENT = re.compile(r"blk\.(\d+)\.(?:ssm_|time_mix_|shortconv\.)")
+_QUERIES = re.compile(r"blk\.(\d+)\.attn_q(?:_[ab])?\.weight")
+_FUSED = re.compile(r"blk\.(\d+)\.attn_qkv\.weight")
+_CACHED_OF_GEMMA_3N = 20  # as llama.cpp has it: no key tells
 
 # The kind of a tensor in a layer, by its name after "blk.N.". The first pattern that matches decides.
 _GROUPS = (
