@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ VULKAN_LAYER = "VK_LAYER_FRAMESHARD_dedicated_memory"
 LAYER_FILE = "frameshard_vulkan_layer.json"
 """The file by which Vulkan's loader finds the layer. It is beside the library."""
 
-_without_layer: dict[str, str | None] = {}  # variables that were changed for the layer, as they were
+_before: dict[str, str | None] = {}  # the variables that this process has changed, as they were
 
 _GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
 
@@ -59,19 +59,29 @@ def _ask_for_layer() -> None:
     """Asks Vulkan's loader for our layer, in addition to those that others ask for. Buffers are in memory that the CPU
     cannot write directly then: that is given back 5 times as fast. Both are read when ggml opens the first driver."""
     directory = Path(os.environ.get("FRAMESHARD_DEVICE_LIB") or __file__).parent
-    if _without_layer or not (directory / LAYER_FILE).is_file():
+    if "VK_ADD_LAYER_PATH" in _before or not (directory / LAYER_FILE).is_file():
         return
     wanted = {"GGML_VK_DISABLE_HOST_VISIBLE_VIDMEM": "1"}
     for variable, value in (("VK_ADD_LAYER_PATH", str(directory)), ("VK_INSTANCE_LAYERS", VULKAN_LAYER)):
         others = [each for each in os.environ.get(variable, "").split(os.pathsep) if each not in ("", value)]
         wanted[variable] = os.pathsep.join([*others, value])
-    _without_layer.update({variable: os.environ.get(variable) for variable in wanted})
-    os.environ.update(wanted)
+    _set_variables(wanted)
 
 
-def environment_without_layer() -> dict[str, str]:
-    """The environment of this process, as it was before it asked for our Vulkan layer."""
-    values = {**os.environ, **_without_layer}
+def disable_cuda_graphs() -> None:
+    """Has ggml's CUDA backend start each kernel anew, instead of graphs of kernels that it has captured. To be called
+    before this process computes."""
+    _set_variables({"GGML_CUDA_DISABLE_GRAPHS": "1"})
+
+
+def _set_variables(values: Mapping[str, str]) -> None:
+    _before.update({variable: os.environ.get(variable) for variable in values if variable not in _before})
+    os.environ.update(values)
+
+
+def environment_before() -> dict[str, str]:
+    """The environment of this process, as it was before this module changed it."""
+    values = {**os.environ, **_before}
     return {variable: value for variable, value in values.items() if value is not None}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,3 +50,24 @@ def test_a_cancelled_prompt_leaves_a_sound_sequence(child: EngineProcess) -> Non
     child.finish(job)
     assert ids(child.run("q" + PROMPT, conversation="d", params=PARAMS)) == ids(child.run("q" + PROMPT, params=PARAMS))
     assert ids(child.run(PROMPT, params=PARAMS)) == alone
+
+
+LOAD = """
+import os, sys
+from frameshard.cli.upstream import environment
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+
+with Runtime.load(EngineConfig(sys.argv[1], device="cpu", n_ctx=256, n_parallel=1, n_ubatch=16, n_threads=1)):
+    print(*("GGML_CUDA_DISABLE_GRAPHS" in each for each in (os.environ, environment())))
+"""
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "gemma3n", "gemma4"])
+def test_cuda_captures_no_graphs_of_models_with_embeddings_by_layer(
+    arch: str, tiny_model: Callable[[str], Path]
+) -> None:
+    command = [sys.executable, "-c", LOAD, str(tiny_model(arch))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # llama.cpp's own programs, which are compared with, start as they would without us.
+    assert ran.stdout.split() == [str(arch != "gemma3"), "False"], ran.stderr

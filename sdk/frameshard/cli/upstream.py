@@ -69,7 +69,7 @@ class Measured:
 
 def environment() -> dict[str, str]:
     """The environment of this process, without what :mod:`frameshard.engine` and :mod:`frameshard.ggml` set."""
-    return {key: value for key, value in ggml.environment_without_layer().items() if key != "GGML_NO_BACKTRACE"}
+    return {key: value for key, value in ggml.environment_before().items() if key != "GGML_NO_BACKTRACE"}
 
 
 def _sizes(model: Model) -> tuple[int, Counter[int], Counter[int]]:

@@ -161,8 +161,7 @@ def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -
     recurrent = 6 * model.integer("ssm.inner_size") + (10 * model.n_embd if model.integer("wkv.head_size") else 0)
     of_a_layer = 4 * model.n_embd + between + 2 * query + recurrent
     # Embeddings by layer are looked up, scaled and summed before the first layer.
-    by_layer = next((t.shape[0] for t in model.tensors if t.name == "per_layer_token_embd.weight"), 0)
-    activations = _LIVE * 4 * n_tokens * max(of_a_layer, 3 * by_layer)
+    activations = _LIVE * 4 * n_tokens * max(of_a_layer, 3 * model.embedding_by_layer)
     largest_kv = max(map(sum, _kv_values(model).values()), default=0)
     logits = 4 * model.n_vocab * logits_rows(n_seq, n_tokens, can_speculate=not model.recurrent_layers)
     # The output head is last. It reuses the memory of the activations, except for those of the last layer.

@@ -86,6 +86,11 @@ class Model:
         return self.core.n_bytes if self.core else 0
 
     @cached_property
+    def embedding_by_layer(self) -> int:
+        """The values of a token's embedding for single layers, all layers together; 0: the model has none."""
+        return next((t.shape[0] for t in self.tensors if t.name == "per_layer_token_embd.weight"), 0)
+
+    @cached_property
     def recurrent_layers(self) -> frozenset[int]:
         """The layers with a recurrent state."""
         return self._layers_with(_RECURRENT)
