@@ -325,12 +325,13 @@ def _gemma3n(file: _File) -> None:
     file.vector("per_layer_proj_norm.weight", per_layer)
     for i in range(file.n_layer):
         file.norms(i, "attn_norm", "ffn_norm", "post_norm", "laurel_post_norm", "altup_router_norm")
-        file.norms(i, "post_attention_norm", "post_ffw_norm", mean=4.0)
+        # Small, because errors of rounding would grow with each of so many layers.
+        file.norms(i, "post_attention_norm", "post_ffw_norm", mean=0.5)
         file.attention(i, 2, 1, 64, norms=True)
         file.ffn(i, 256)
         file.matrix(f"blk.{i}.inp_gate", file.n_embd, per_layer)
         file.matrix(f"blk.{i}.proj", per_layer, file.n_embd)
-        file.vector(f"blk.{i}.altup_correct_coef.weight", n_altup, n_altup)
+        file.vector(f"blk.{i}.altup_correct_coef.weight", n_altup, n_altup, mean=0.0)
         file.vector(f"blk.{i}.altup_correct_scale.weight", file.n_embd)
         file.vector(f"blk.{i}.altup_predict_coef.weight", n_altup, n_altup * n_altup, mean=0.0)
         file.matrix(f"blk.{i}.altup_router", file.n_embd, n_altup, kind="F32")
