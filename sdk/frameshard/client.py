@@ -842,7 +842,7 @@ class Client:
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
-    async def _run(self, sidecar: anyio.abc.Process | None, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def _run(self, sidecar: anyio.abc.Process | None) -> None:
         """Receives messages until :attr:`_traffic` is cancelled. It is shielded from other cancellations, so that a
         cancelled client can still end its session."""
         with self._traffic:
@@ -851,7 +851,6 @@ class Client:
                     group.start_soon(task)
                 if sidecar is not None:
                     group.start_soon(self._watch, sidecar)
-                task_status.started()
 
     async def _watch(self, sidecar: anyio.abc.Process) -> None:
         """Waits for the end of a launched sidecar, so that it is known at once. The end of other sidecars is noticed
@@ -1022,7 +1021,8 @@ class ClientScope:
                 self._info = await self._start(self._config)
             assert self._info is not None
             self._client = self._connect(self._info)
-            await self._tasks.start(self._client._run, self._sidecar)
+            # Not by start(): in a scope that is cancelled it would wait for a task that is shielded.
+            self._tasks.start_soon(self._client._run, self._sidecar)
             await self._client._greeted()
             return self._client
         except BaseException:

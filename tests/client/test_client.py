@@ -238,6 +238,17 @@ async def test_errors_come_out_of_the_block_as_they_are() -> None:
 
 
 @in_both
+async def test_a_connection_in_a_cancelled_scope_ends() -> None:
+    async with launch() as client:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async with frameshard.connect(client.info):
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        assert (await client.ask("hello you").completed()).text == "hello you"
+
+
+@in_both
 async def test_a_launch_that_is_cancelled_leaves_nothing() -> None:
     before = children()
     with anyio.move_on_after(0.5) as scope:
