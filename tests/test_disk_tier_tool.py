@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from frameshard.engine import hostcount
 
 TOOL = Path(__file__).parents[1] / "profiles" / "tools" / "disk_tier.py"
 MIB = 1 << 20
@@ -46,16 +47,16 @@ def test_memory_beyond_a_limit_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(TOOL.parent)
     import mapped_llama
 
-    def kib(path: str, key: str) -> int:
-        found = re.search(rf"{key}:\s+([0-9]+)", Path(path).read_text())
-        assert found is not None
-        return int(found[1])
+    def available_bytes() -> int:
+        machine = hostcount.machine()
+        assert machine is not None
+        return machine.available_bytes
 
     # Other processes take and give back memory meanwhile, but less than this.
-    left_bytes = (kib("/proc/meminfo", "MemAvailable") << 10) - 2048 * MIB
+    left_bytes = available_bytes() - 2048 * MIB
     with mapped_llama.memory_left(left_bytes) as holder:
-        assert kib(f"/proc/{holder}/status", "VmRSS") > 100 << 10
-        assert kib("/proc/meminfo", "MemAvailable") << 10 < left_bytes + 1024 * MIB
+        assert hostcount.process_bytes(holder) > 100 * MIB
+        assert available_bytes() < left_bytes + 1024 * MIB
 
     def ended() -> None:
         with mapped_llama.memory_left(left_bytes) as holder:

@@ -99,7 +99,9 @@ class _File:
         self.key("rope.dimension_count", dim)
         self.key("rope.freq_base", 10000.0)
 
-    def attention(self, i: int, n_head: int, n_kv: int, dim: int, *, kind: str = "F16", norms: bool = False) -> None:
+    def attention(
+        self, i: int, n_head: int, n_kv: int, dim: int, *, kind: str = "F16", norms: bool = False, biases: bool = False
+    ) -> None:
         self.matrix(f"blk.{i}.attn_q", self.n_embd, n_head * dim, kind=kind)
         if n_kv:
             self.matrix(f"blk.{i}.attn_k", self.n_embd, n_kv * dim, kind=kind)
@@ -108,6 +110,9 @@ class _File:
         if norms:
             self.vector(f"blk.{i}.attn_q_norm.weight", dim)
             self.vector(f"blk.{i}.attn_k_norm.weight", dim)
+        if biases:
+            for name, n in (("q", n_head), ("k", n_kv), ("v", n_kv)):
+                self.vector(f"blk.{i}.attn_{name}.bias", n * dim, mean=0.0)
 
     def ffn(self, i: int, n_ff: int, *, kind: str = "F16") -> None:
         self.matrix(f"blk.{i}.ffn_gate", self.n_embd, n_ff, kind=kind)
@@ -119,6 +124,17 @@ class _File:
         self.matrix(f"blk.{i}.ffn_gate_exps", self.n_embd, n_ff, n_expert, kind=kind)
         self.matrix(f"blk.{i}.ffn_up_exps", self.n_embd, n_ff, n_expert, kind=kind)
         self.matrix(f"blk.{i}.ffn_down_exps", n_ff, self.n_embd, n_expert, kind=kind)
+
+    def dense_and_experts_keys(self) -> None:
+        """The first layer is dense. The others have 8 experts, of which a token uses 2, and a shared one."""
+        self.key("feed_forward_length", 512)
+        self.key("leading_dense_block_count", 1)
+        self.key("expert_count", 8)
+        self.key("expert_used_count", 2)
+        self.key("expert_shared_count", 1)
+        self.key("expert_feed_forward_length", 160)
+        self.key("expert_weights_scale", 1.0)
+        self.key("expert_weights_norm", True)
 
     def shared_expert(self, i: int, n_ff: int, *, kind: str = "F16") -> None:
         self.matrix(f"blk.{i}.ffn_gate_shexp", self.n_embd, n_ff, kind=kind)
@@ -184,14 +200,7 @@ def _qwen3moe(file: _File) -> None:
 
 def _deepseek2(file: _File) -> None:
     n_head, rope, nope, value, q_lora, kv_lora = 4, 32, 64, 64, 128, 128
-    file.key("feed_forward_length", 512)
-    file.key("leading_dense_block_count", 1)
-    file.key("expert_count", 8)
-    file.key("expert_used_count", 2)
-    file.key("expert_shared_count", 1)
-    file.key("expert_feed_forward_length", 160)
-    file.key("expert_weights_scale", 1.0)
-    file.key("expert_weights_norm", True)
+    file.dense_and_experts_keys()
     file.key("attention.head_count", n_head)
     file.key("attention.head_count_kv", 1)
     file.key("attention.q_lora_rank", q_lora)
@@ -231,9 +240,8 @@ def _gpt_oss(file: _File) -> None:
     file.head()
     for i in range(file.n_layer):
         file.norms(i, "attn_norm", "post_attention_norm")
-        file.attention(i, 6, 3, 64)
-        for name, n in (("q", 384), ("k", 192), ("v", 192), ("output", file.n_embd)):
-            file.vector(f"blk.{i}.attn_{name}.bias", n, mean=0.0)
+        file.attention(i, 6, 3, 64, biases=True)
+        file.vector(f"blk.{i}.attn_output.bias", file.n_embd, mean=0.0)
         file.vector(f"blk.{i}.attn_sinks.weight", 6)
         file.experts(i, n_expert, n_ff, kind="MXFP4")
         file.vector(f"blk.{i}.ffn_gate_inp.bias", n_expert, mean=0.0)
@@ -242,22 +250,13 @@ def _gpt_oss(file: _File) -> None:
 
 
 def _glm4moe(file: _File) -> None:
-    file.key("feed_forward_length", 512)
-    file.key("leading_dense_block_count", 1)
-    file.key("expert_count", 8)
-    file.key("expert_used_count", 2)
-    file.key("expert_shared_count", 1)
-    file.key("expert_feed_forward_length", 160)
-    file.key("expert_weights_scale", 1.0)
-    file.key("expert_weights_norm", True)
+    file.dense_and_experts_keys()
     file.key("nextn_predict_layers", 1)
     file.attention_keys(6, 3, 64)
     file.head()
     for i in range(file.n_layer):
         file.norms(i, "attn_norm", "post_attention_norm")
-        file.attention(i, 6, 3, 64)
-        for name, n in (("q", 384), ("k", 192), ("v", 192)):
-            file.vector(f"blk.{i}.attn_{name}.bias", n, mean=0.0)
+        file.attention(i, 6, 3, 64, biases=True)
         if i == 0:
             file.ffn(i, 512)
             continue
