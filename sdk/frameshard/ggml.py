@@ -68,10 +68,11 @@ def _ask_for_layer() -> None:
     _set_variables(wanted)
 
 
-def disable_cuda_graphs() -> None:
-    """Has ggml's CUDA backend start each kernel anew, instead of graphs of kernels that it has captured. To be called
-    before this process computes."""
-    _set_variables({"GGML_CUDA_DISABLE_GRAPHS": "1"})
+def disable_early_kernels() -> None:
+    """Has ggml's CUDA backend start each kernel only when the one before it has ended. Without this a kernel may start
+    earlier and wait for the other one itself (programmatic dependent launch). To be called before this process
+    computes."""
+    _set_variables({"GGML_CUDA_PDL": "0"})
 
 
 def _set_variables(values: Mapping[str, str]) -> None:

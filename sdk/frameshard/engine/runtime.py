@@ -37,7 +37,7 @@ from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.rates import Rates
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, OutOfMemory, Overloaded
-from frameshard.ggml import device_handle, disable_cuda_graphs
+from frameshard.ggml import device_handle, disable_early_kernels
 from frameshard.native import EMULATED, ShardDevice, parse_device
 from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
 from frameshard.plan.memory import check_kv_type, estimate_floor, logits_rows
@@ -119,8 +119,8 @@ class Runtime:
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
         if self.model_info.embedding_by_layer:
-            # With captured graphs llama.cpp's logits are wrong by several units (Gemma 3n and 4, ggml at our pin).
-            disable_cuda_graphs()
+            # Else llama.cpp's logits are wrong by several units (Gemma 3n and 4 on an H100, ggml at our pin).
+            disable_early_kernels()
         files = self._adapter_files()
         self._file = _Unchanged(models.locate(config.model).path)  # it must not change after the check
         self.n_threads = config.n_threads or default_threads()
