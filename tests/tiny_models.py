@@ -356,7 +356,7 @@ def _gemma4(file: _File) -> None:
     n_shared, per_layer = 2, 128
     windows = [True, True, True, False, True, False]  # the last two share the caches of the two before them
     file.key("feed_forward_length", 512)
-    file.attention_keys(4, 2, 64)
+    file.attention_keys(4, 2, 128)
     file.key("attention.key_length_swa", 64)
     file.key("attention.value_length_swa", 64)
     file.key("rope.dimension_count_swa", 64)
@@ -368,14 +368,15 @@ def _gemma4(file: _File) -> None:
     file.matrix("per_layer_token_embd", per_layer * file.n_layer, N_VOCAB, gain=10.0)
     file.matrix("per_layer_model_proj", file.n_embd, per_layer * file.n_layer)
     file.vector("per_layer_proj_norm.weight", per_layer)
-    file.vector("rope_freqs.weight", 32)
+    file.vector("rope_freqs.weight", 64)
     for i in range(file.n_layer):
         file.norms(i, "attn_norm", "ffn_norm")
         file.norms(i, "post_attention_norm", "post_ffw_norm", "post_norm", mean=4.0)
-        file.attention(i, 4, 2 if i < file.n_layer - n_shared else 0, 64)
-        file.vector(f"blk.{i}.attn_q_norm.weight", 64)
+        head = 64 if windows[i] else 128
+        file.attention(i, 4, 2 if i < file.n_layer - n_shared else 0, head)
+        file.vector(f"blk.{i}.attn_q_norm.weight", head)
         if i < file.n_layer - n_shared:
-            file.vector(f"blk.{i}.attn_k_norm.weight", 64)
+            file.vector(f"blk.{i}.attn_k_norm.weight", head)
         file.ffn(i, 512)
         file.matrix(f"blk.{i}.inp_gate", file.n_embd, per_layer)
         file.matrix(f"blk.{i}.proj", per_layer, file.n_embd)

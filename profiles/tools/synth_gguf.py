@@ -60,6 +60,7 @@ class Shape:
     experts_used: int = 0
     expert_ff: int = 0
     even: bool = False
+    window: int = 0
 
 
 SHAPES = {
@@ -72,6 +73,7 @@ SHAPES = {
     "qwen3-235b-a22b-q4_0-even-36": Shape(
         "qwen3moe", 36, 4096, 64, 4, 128, 12288, 151936, "Q4_0", 128, 8, 1536, even=True
     ),
+    "gemma3-12b-q4_0": Shape("gemma3", 48, 3840, 16, 8, 256, 15360, 262144, "Q4_0", window=1024),
     "tiny-f16": Shape("llama", 4, 256, 4, 2, 64, 512, 1024, "F16"),
     "tiny-moe-q4_0": Shape("qwen3moe", 4, 256, 4, 2, 64, 512, 1024, "Q4_0", 16, 4, 128),
     "tiny-moe-q2_k": Shape("qwen3moe", 4, 256, 4, 2, 64, 512, 1024, "Q2_K", 16, 4, 256),
@@ -215,21 +217,25 @@ def write(shape: Shape, path: str, *, with_weights: bool = True) -> None:
         file.add_expert_count(shape.experts)
         file.add_expert_used_count(shape.experts_used)
         file.add_expert_feed_forward_length(shape.expert_ff)
+    if shape.window:
+        file.add_sliding_window(shape.window)
+    gemma = shape.arch == "gemma3"
     width, query, kv = shape.width, shape.heads * shape.head, shape.kv_heads * shape.head
     writer.weight("token_embd.weight", width, shape.vocab)
     writer.add("output_norm.weight", "float32", width)
-    writer.weight("output.weight", width, shape.vocab)
+    if not gemma:
+        writer.weight("output.weight", width, shape.vocab)
     for i in range(shape.layers):
         block = f"blk.{i}"
-        for name in ("attn_norm", "ffn_norm"):
+        for name in ("attn_norm", "ffn_norm", *(("post_attention_norm", "post_ffw_norm") if gemma else ())):
             writer.add(f"{block}.{name}.weight", "float32", width)
         writer.weight(f"{block}.attn_q.weight", width, query)
         writer.weight(f"{block}.attn_k.weight", width, kv)
         writer.weight(f"{block}.attn_v.weight", width, kv)
         writer.weight(f"{block}.attn_output.weight", query, width)
+        for name in ("attn_q_norm", "attn_k_norm") if shape.experts or gemma else ():
+            writer.add(f"{block}.{name}.weight", "float32", shape.head)
         if shape.experts:
-            for name in ("attn_q_norm", "attn_k_norm"):
-                writer.add(f"{block}.{name}.weight", "float32", shape.head)
             writer.add(f"{block}.ffn_gate_inp.weight", "float32", width, shape.experts)
             writer.weight(f"{block}.ffn_gate_exps.weight", width, shape.expert_ff, shape.experts)
             writer.weight(f"{block}.ffn_up_exps.weight", width, shape.expert_ff, shape.experts)

@@ -20,7 +20,7 @@ LIMITS = {"most_tokens": 512, "most_bytes": 1 << 20, "memory": lambda n_bytes: n
 
 def blob() -> Blob:
     cells = np.frombuffer(random.Random(3).randbytes(5000), np.uint8)
-    return Blob(tokens=list(range(40)), shapes=[(16, 16), (16, 16), (8, 16)], least=0, data=cells)
+    return Blob(tokens=list(range(40)), shapes=[(16, 16), (16, 16), (8, 16)], data=cells)
 
 
 def read(path: Path, engine: dict[str, str] = ENGINE, **limits: Any) -> Blob:
@@ -33,7 +33,7 @@ def test_a_file_has_what_was_written(tmp_path: Path) -> None:
     path, written = tmp_path / "mira.kv", blob()
     assert kvfile.write(str(path), ENGINE, written) == path.stat().st_size
     found = read(path)
-    assert (found.tokens, found.shapes, found.least) == (written.tokens, written.shapes, written.least)
+    assert (found.tokens, found.shapes) == (written.tokens, written.shapes)
     assert found.data.tobytes() == written.data.tobytes()
     assert found.conversation is None
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from frameshard.errors import FrameshardError
 from frameshard.plan.memory import kv_bytes
+from frameshard.plan.windows import sliding_cells
 from frameshard.plan.workload import Workload
 
 from . import common
@@ -99,7 +100,8 @@ class Finder:
 
     def __init__(self, program: Program, workload: Workload) -> None:
         model, n_tokens = program.model, cells(workload) * workload.n_parallel
-        kv = kv_bytes(model, n_tokens, workload.n_parallel, workload.kv_type)
+        n_sliding = sliding_cells(model, cells(workload), UBATCH, exact=False)  # llama.cpp's programs keep no more
+        kv = kv_bytes(model, n_tokens, workload.n_parallel, workload.kv_type, n_sliding)
         layers = layers_on_gpu(model, kv)
         self._ways = [layers]
         if kv > LARGE_KV * sum(tensor.n_bytes for tensor in model.tensors):

@@ -323,6 +323,8 @@ class Batcher:
                 while len(unsure) > ahead:
                     self._keep_part(slot, *unsure.popleft())
                 if not ahead:
+                    if at == slot.store_at:
+                        self.reuse.store_prefix(slot)
                     return outputs
         finally:
             job.shapes.extendleft(shape for shape, _ in reversed(unsure))
@@ -334,7 +336,9 @@ class Batcher:
         alone = not self._queued and self._running() == [job] and not self._in_flight.others_wait
         if placement is None or placement.gpu_busy_s or not alone or job.gave_way:
             return False
-        if not job.shapes or at in job.pictures or kept < decoded:
+        if not self._runtime.can_decode_ahead(decoded):
+            return False
+        if not job.shapes or at in job.pictures or at == job_slot(job).store_at or kept < decoded:
             return False
         return placement.plan.uncorrected_s("prompt", [GraphSize(kept, at - kept, 1)]) < READ_S
 
@@ -556,8 +560,8 @@ class Batcher:
             if at in job.pictures:
                 n = job.pictures[at].n_tokens
             else:
-                next_picture = min((begin for begin in job.pictures if begin > at), default=len(job.to_prefill))
-                n = min(next_picture, at + min(self.chunk, self._runtime.step)) - at
+                ends = (end for end in (*job.pictures, job_slot(job).store_at, len(job.to_prefill)) if end > at)
+                n = min(*ends, at + min(self.chunk, self._runtime.step)) - at
             shapes.append((n, n))
             at += n
         return shapes

@@ -251,5 +251,4 @@ class DraftModel:
         return likeliest
 
     def _cut(self, seq: int, length: int) -> None:
-        del self._held[seq][length:]
-        self._runtime.trim(seq, length)
+        del self._held[seq][self._runtime.trim(seq, length) :]

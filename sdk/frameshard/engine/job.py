@@ -98,12 +98,14 @@ class Slot(Cells):
     """One sequence of the context.
 
     :param pictures: for each image among the tokens the index of its first token, its tokens and its positions.
+    :param store_at: when it has so many tokens, they are put into the KV store; 0: never.
     """
 
     seq: int = 0
     job: Job | None = None
     used_at: int = 0
     pictures: list[tuple[int, int, int]] = field(default_factory=list)
+    store_at: int = 0
 
     def whole(self, length: int) -> int:
         """``length``; if that lies inside an image, the index where the image begins."""
@@ -124,8 +126,6 @@ class Slot(Cells):
             kept.append((min(n_kept, left), n_decoded))
             left -= n_kept
         self.shapes = kept
-        if not length:
-            self.least = 0
 
 
 def job_slot(job: Job) -> Slot:

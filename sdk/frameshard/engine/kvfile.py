@@ -42,7 +42,7 @@ from frameshard.wire.checks import Bytes, Count, Tokens
 logger = logging.getLogger("frameshard.engine")
 
 _START = struct.Struct("<4sII")
-_MAGIC, _FORMAT = b"FSKV", 2
+_MAGIC, _FORMAT = b"FSKV", 3
 _MAX_HEADER = 4096
 _SHA_BYTES = 32
 _READ_BYTES = 1 << 20
@@ -71,7 +71,6 @@ class _Header:
     adapters: Annotated[tuple[UsedAdapter, ...], m.MAX_JOB_ADAPTERS]
     n_tokens: Tokens
     n_shapes: Count
-    least: Annotated[int, checks.integer()]
     cell_bytes: Bytes
 
     @property
@@ -110,7 +109,6 @@ def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
             ],
             "n_tokens": len(tokens),
             "n_shapes": len(shapes),
-            "least": blob.least,
             "cell_bytes": blob.data.nbytes,
         }
     )
@@ -192,7 +190,6 @@ def _read(
     blob = Blob(
         tokens=tokens.view("<i4").tolist(),
         shapes=[(kept, decoded) for kept, decoded, count in packed for _ in range(count)],
-        least=header.least,
         data=data,
     )
     return Content(blob, header.adapters, n_bytes)

@@ -141,13 +141,16 @@ class Llama:
         """The tokens in the sliding window of some layers; 0: all layers attend to all tokens."""
         return int(llama_cpp.llama_model_n_swa(self._model))
 
-    def make_context(self, config: EngineConfig, n_threads: int, n_outputs_max: int, abort_callback: Any) -> None:
+    def make_context(
+        self, config: EngineConfig, n_threads: int, n_outputs_max: int, abort_callback: Any, *, sliding_cells: int = 0
+    ) -> None:
         """Makes the context.
 
         :param n_threads: threads that compute on the CPU.
         :param n_outputs_max: the most rows of logits of one decode.
         :param abort_callback: a ``ggml_abort_callback``, which the CPU calls for each node and which can stop the
             decode; ``None`` with a shard device, which is stopped in another way.
+        :param sliding_cells: the cells of a sequence that layers with a sliding window keep; 0: all.
         :raises OutOfMemory: llama.cpp has not enough memory for the context.
         """
         params = llama_cpp.llama_context_default_params()
@@ -161,6 +164,7 @@ class Llama:
         params.n_threads = n_threads
         params.n_threads_batch = n_threads
         params.kv_unified = False
+        params.swa_full = not sliding_cells
         params.offload_kqv = params.op_offload = bool(self._devices[0])
         params.no_perf = True
         self._abort_callback = abort_callback  # kept alive, because llama.cpp keeps the pointer
@@ -179,6 +183,7 @@ class Llama:
         self.n_ubatch = int(llama_cpp.llama_n_ubatch(self._context))
         """The most tokens of one decode."""
         self.n_outputs_max = n_outputs_max
+        self.sliding_cells = sliding_cells
         self._make_batch()
 
     def free_context(self) -> None:
@@ -261,6 +266,12 @@ class Llama:
         overwrites."""
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)
         return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+
+    def can_cut(self, seq: int, length: int) -> bool:
+        """Whether sequence ``seq`` still has all cells that its next token needs after a cut to ``length`` positions:
+        cells that have left a sliding window may be gone."""
+        first = int(llama_cpp.llama_memory_seq_pos_min(self._memory, seq)) if self.window else 0
+        return first <= max(length - self.window + 1, 0)
 
     def remove(self, seq: int, start: int) -> bool:
         """Removes the tokens of sequence ``seq`` from position ``start`` on. Returns False if its state does not allow

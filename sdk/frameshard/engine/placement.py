@@ -156,7 +156,7 @@ class Placement:
         :raises BudgetBelowFloor: the budget is too small for this model and context.
         :raises OutOfMemory: the device refuses the memory.
         """
-        self._n_ctx_seq = llama.n_ctx_seq
+        self._n_ctx_seq, self._sliding_cells = llama.n_ctx_seq, llama.sliding_cells
         self._lengths, self._expected = lengths, [0] * len(lengths)
         self.overhead.measure()
         try:
@@ -185,7 +185,11 @@ class Placement:
         def whole(n_tokens: int) -> int:
             measured = graph_bytes(n_tokens)
             n_tokens = n_tokens or self._config.n_parallel
-            return min(measured + mask_bytes(self._model, n_tokens, max(self._n_ctx_seq - n_tokens, 0)), most_bytes)
+            masks = [
+                mask_bytes(self._model, n_tokens, n_cells, self._sliding_cells)
+                for n_cells in (n_tokens, max(self._n_ctx_seq, n_tokens))
+            ]
+            return min(measured + masks[1] - masks[0], most_bytes)
 
         decode_bytes = whole(0)
         if decode_bytes > floor_bytes:
@@ -294,13 +298,21 @@ class Placement:
         steps = replace(self._steps, least_bytes=stats.least_graph_bytes)
         used = stats.kv_bytes + stats.kv_host_bytes
         if n_parallel:
-            workload = Workload(self._n_ctx_seq, n_ctx_used, n_parallel=n_parallel, kv_type=kv_type)
+            workload = Workload(
+                self._n_ctx_seq,
+                n_ctx_used,
+                n_ubatch=self._config.n_ubatch,
+                n_parallel=n_parallel,
+                kv_type=kv_type,
+                exact=self.mode == "stream_only",
+            )
             used = max(used, estimate_context(model, name, workload).used)
         context = Context(
             used=used,
             whole=stats.full_bytes - fixed - steps.most_bytes - layout.arena_bytes,
             window=stats.floor_bytes - fixed - stats.floor_graph_bytes - layout.least_bytes,
             kv_type=kv_type,
+            sliding_cells=self._sliding_cells,
         )
         host_bytes = self._host_bytes(stats, layout)
         profile = self.rates.profile

@@ -18,7 +18,9 @@ blob, in mid-answer. With a draft model it does not: drafts depend on how many o
 blob does not hold.
 
 A copy has only the cells that a sliding window still needs. So with a model that has such windows a copy longer than
-the window is used whole or not at all.
+the window is used whole or not at all. Where the sequences do not keep all cells either
+(:mod:`frameshard.plan.windows`), a text may share a beginning with one that cannot be cut to it. Then this beginning is
+read again, and put into the store.
 
 Cells of images are reused only in place, in the sequence of their conversation. A recurrent state cannot be cut to a
 prefix, so models that have one copy nothing.
@@ -69,6 +71,7 @@ class Reuse:
         :param text: the text to prefill.
         :param history: the shapes in which the job must be decoded; empty if they are free.
         """
+        n_known = self._known(job, text)
         own = job.conversation is not None and slot.conversation == job.conversation
         if not own:
             self._vacate(slot)
@@ -84,7 +87,8 @@ class Reuse:
             self._cut(slot, n_reused)
             foreign = source.conversation is None or source.conversation != job.conversation
             if foreign and (n_lost >= WORTH_TOKENS or isinstance(source, Slot)):
-                self._store_prefix(slot)
+                self.store_prefix(slot)
+        slot.store_at = n_known if n_known >= len(slot.tokens) + WORTH_TOKENS else 0
         slot.adapters, slot.conversation = job.adapters, job.conversation
         for blob in list(self.store):
             if blob.job == job.id or (blob.conversation is not None and blob.conversation == job.conversation):
@@ -174,7 +178,17 @@ class Reuse:
             n = repeated(cells.shapes, history, n)
         if isinstance(cells, Slot):
             n = cells.whole(n)
-        return n if n >= cells.least else 0
+        return n if self._can_cut(cells, n) else 0
+
+    def _can_cut(self, cells: Cells, length: int) -> bool:
+        """Whether cells can be cut to their first ``length`` tokens."""
+        if isinstance(cells, Slot):
+            return self._runtime.can_cut(cells.seq, cells.positions(length))
+        return length == len(cells.tokens) or self._copy_is_whole(cells)
+
+    def _copy_is_whole(self, cells: Cells) -> bool:
+        """Whether a copy of cells has all of them: those that have left a sliding window are not copied."""
+        return not 0 < self._runtime.llama.window < len(cells.tokens)
 
     def _longer(self, job: Job, slot: Slot, text: Sequence[int], history: Sequence[Shape], n_own: int) -> Cells | None:
         """The cells with the longest common prefix that are worth a copy, compared with ``n_own`` tokens of ``slot``.
@@ -189,7 +203,7 @@ class Reuse:
             (n, cells)
             for n, cells in found
             if n - n_own >= max(WORTH_TOKENS, len(cells.tokens) // WORTH_SHARE)
-            and n >= self._least(cells)
+            and (n == len(cells.tokens) or self._copy_is_whole(cells))
             and (isinstance(cells, Blob) or self._fits(cells))
         ]
         _, best = max(
@@ -223,12 +237,8 @@ class Reuse:
         slot.cut(0)
         if not self._runtime.restore(slot.seq, data, len(source.tokens)):
             return False
-        slot.tokens, slot.shapes, slot.least = list(source.tokens), list(source.shapes), self._least(source)
+        slot.tokens, slot.shapes = list(source.tokens), list(source.shapes)
         return True
-
-    def _least(self, cells: Cells) -> int:
-        """The fewest tokens that a copy of ``cells`` can be cut to."""
-        return len(cells.tokens) if 0 < self._runtime.llama.window < len(cells.tokens) else cells.least
 
     def _cut(self, slot: Slot, length: int) -> None:
         """Cuts a sequence to at most ``length`` tokens."""
@@ -264,7 +274,16 @@ class Reuse:
         blob.conversation, blob.job, blob.ahead = slot.conversation, job, ahead
         return self.store.put(blob)
 
-    def _store_prefix(self, slot: Slot) -> None:
+    def _known(self, job: Job, text: Sequence[int]) -> int:
+        """The most tokens that the text has in common with any cells, if these may be such as cannot be cut to them."""
+        if not self._copies or job.pictures or not self._runtime.llama.sliding_cells:
+            return 0
+        known: list[Cells] = [*(slot for slot in self._slots if not slot.pictures), *self.store]
+        shared = (common_prefix(cells.tokens, text) for cells in known if cells.adapters == job.adapters)
+        return min(max(shared, default=0), len(text) - 1)
+
+    def store_prefix(self, slot: Slot) -> None:
+        """Puts a copy of a sequence into the store that belongs to no conversation."""
         data = self._saved(slot)
         if data is not None:
             self.store.put(self._blob(slot, data))
@@ -275,6 +294,5 @@ class Reuse:
             tokens=list(cells.tokens),
             shapes=list(cells.shapes),
             adapters=cells.adapters,
-            least=self._least(cells),
             data=data,
         )

@@ -40,10 +40,11 @@ from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, Frame
 from frameshard.ggml import device_handle, disable_early_kernels
 from frameshard.native import EMULATED, ShardDevice, parse_device
 from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
-from frameshard.plan.memory import check_kv_type, estimate_floor, logits_rows
+from frameshard.plan.memory import check_kv_type, estimate_floor, logits_rows, mask_bytes
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import GraphSize
 from frameshard.plan.steps import EXACT_STEP, floor_step, most_step, step_sizes
+from frameshard.plan.windows import sliding_cells, step_limit
 from frameshard.plan.workload import Workload
 from frameshard.wire.engine import EngineConfig
 from frameshard.wire.launch import adapter_of
@@ -158,23 +159,27 @@ class Runtime:
     def _make_context(self, llama: Llama) -> None:
         """Makes the context for the largest steps. If the launch does not say their size, the floor has room for small
         ones only: another context shows how much these need."""
-        config = self.config
+        config, model, exact = self.config, self.model_info, self.config.mode != "planned"
         self.floor_step = most = config.n_ubatch or max(EXACT_STEP, config.n_parallel)
         """The tokens of a step whose own layout of the compute buffer the floor has room for."""
-        if self.device is not None and not config.n_ubatch and config.mode == "planned":
+        if self.device is not None and not config.n_ubatch and not exact:
             self.floor_step = floor_step(config.n_parallel, images=bool(config.mmproj))
-            most = most_step(config.n_ctx, self.floor_step, config.host_budget_bytes)
+            limit = step_limit(model, config.n_ctx, exact=exact)
+            most = most_step(config.n_ctx, self.floor_step, config.host_budget_bytes, limit)
         n_rows = config.n_outputs_max or logits_rows(config.n_parallel, most, can_speculate=self.can_speculate)
         # On the CPU, progress of a long decode is the count of its nodes. Counting takes 2 % of the time of a token
         # with a 135M model, and less with larger ones.
         counter = None if self.device is not None else llama_cpp.ggml_abort_callback(lambda _: self.on_node())
-        floor_bytes = 0
-        if self.device is not None and self.floor_step < most:
-            llama.make_context(replace(config, n_ubatch=self.floor_step), self.n_threads, n_rows, counter)
+        n_sliding = sliding_cells(model, config.n_ctx, most, exact=exact)
+        floor_bytes, n = 0, self.floor_step
+        if self.device is not None and n < most:
+            n_small = sliding_cells(model, config.n_ctx, n, exact=exact) if n_sliding else 0
+            llama.make_context(replace(config, n_ubatch=n), self.n_threads, n_rows, counter, sliding_cells=n_small)
             floor_bytes = self.device.stats().most_graph_bytes
+            floor_bytes += mask_bytes(model, n, config.n_ctx, n_sliding) - mask_bytes(model, n, config.n_ctx, n_small)
             llama.free_context()
         self.config = replace(config, n_ubatch=most)
-        llama.make_context(self.config, self.n_threads, n_rows, counter)
+        llama.make_context(self.config, self.n_threads, n_rows, counter, sliding_cells=n_sliding)
         if self.device is not None and floor_bytes:
             per_token = (self.device.stats().most_graph_bytes - floor_bytes) / (most - self.floor_step)
             # Logits of all rows may take most of a small step. Their graph is laid out less tightly in a large context.
@@ -210,7 +215,14 @@ class Runtime:
         """Estimates the VRAM that the model needs, without the driver's own."""
         config = self.config
         n_ubatch = config.n_ubatch or (0 if config.mode == "planned" else EXACT_STEP)
-        workload = Workload(config.n_ctx, 0, n_ubatch=n_ubatch, n_parallel=config.n_parallel, kv_type=config.kv_type)
+        workload = Workload(
+            config.n_ctx,
+            0,
+            n_ubatch=n_ubatch,
+            n_parallel=config.n_parallel,
+            kv_type=config.kv_type,
+            exact=config.mode != "planned",
+        )
         return estimate_floor(self.model_info, workload, images=bool(config.mmproj))
 
     def _open_device(self, device: str, measure: bool) -> ctypes.Array[ctypes.c_void_p]:
@@ -325,6 +337,11 @@ class Runtime:
         """The most tokens of one decode at the budget in force."""
         return self.n_ubatch if self.placement is None else self.placement.step
 
+    def can_decode_ahead(self, n_tokens: int) -> bool:
+        """Whether a decode of ``n_tokens`` tokens may be prepared while one of as many runs. If it fails, both are cut
+        off again, and layers with a sliding window must still have the cells before them."""
+        return self.device is not None and (not self.llama.sliding_cells or 2 * n_tokens <= self.n_ubatch)
+
     @property
     def can_speculate(self) -> bool:
         """Whether drafted tokens can be decoded. That needs a KV cache from which rejected tokens can be removed, and a
@@ -413,14 +430,19 @@ class Runtime:
         """The number of positions in sequence ``seq``."""
         return self._lengths[seq]
 
+    def can_cut(self, seq: int, length: int) -> bool:
+        """Whether the layers with a sliding window still have the cells for a cut to ``length`` positions."""
+        return length >= self._lengths[seq] or self.llama.can_cut(seq, length)
+
     def trim(self, seq: int, length: int) -> int:
         """Cuts sequence ``seq`` to its first ``length`` positions.
 
-        :returns: its new length; 0 if the model has a recurrent state, which cannot be cut.
+        :returns: its new length; 0 if it cannot be cut to that: a recurrent state cannot, and of a sliding window cells
+            may be missing.
         """
         if length >= self._lengths[seq]:
             return self._lengths[seq]
-        if length <= 0 or not self.llama.remove(seq, length):
+        if length <= 0 or not self.llama.can_cut(seq, length) or not self.llama.remove(seq, length):
             length = 0
             self.llama.remove(seq, 0)
         self._set_length(seq, length)
@@ -479,8 +501,8 @@ class Runtime:
         :param batch: the tokens of each sequence, in ascending order of ``seq``: llama.cpp computes only adjacent
             sequences together.
         :param ahead: return once the decode has started on the shard device, so that the next one is prepared
-            meanwhile, which must follow. It has no logits. Its errors are raised by the next one: then neither batch is
-            in the sequences.
+            meanwhile, which must follow; see :meth:`can_decode_ahead`. It has no logits. Its errors are raised by the
+            next one: then neither batch is in the sequences.
         :returns: the rows for :meth:`logits`, in the order of the batch.
         :raises DecodeAborted: :meth:`abort` was called.
         :raises StepTooLarge: the budget has no room for so many tokens at once.
@@ -489,7 +511,6 @@ class Runtime:
         :raises BadModel: the model file was changed, and weights are read from it. The runtime is of no more use.
         :raises FrameshardError: the device or llama.cpp failed. The runtime must not be used any more.
         """
-        ahead = ahead and self.device is not None
         before = {rows.seq: self._lengths[rows.seq] for rows in batch}
         behind, self._behind = self._behind, before if ahead else {}
         succeeded = False
@@ -525,9 +546,10 @@ class Runtime:
         outputs = self.llama.fill_batch(batch, starts)
         for rows, start in zip(batch, starts, strict=True):
             self.expect(rows.seq, start + len(rows.tokens))
-        if self.device is None or not ahead:
+        if not ahead:
             self.llama.decode()
             return outputs
+        assert self.device is not None
         self.device.set_async(True)
         try:
             self.llama.decode()
@@ -569,7 +591,8 @@ class Runtime:
             last = at + len(chunk) == len(tokens)
             want = logits if logits != "last" or last else "none"
             try:
-                rows = self.decode([Rows(seq, chunk, want)], ahead=want == "none" and not last)
+                ahead = want == "none" and not last and self.can_decode_ahead(len(chunk))
+                rows = self.decode([Rows(seq, chunk, want)], ahead=ahead)
             except StepTooLarge:
                 if self._lengths[seq] < begin:
                     raise  # a recurrent state is lost

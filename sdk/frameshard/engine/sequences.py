@@ -22,15 +22,12 @@ class Cells:
     :param shapes: the shapes in which they were decoded.
     :param adapters: the adapters with which they were decoded. Texts with other adapters share no cells.
     :param conversation: the conversation that the text belongs to; ``None`` if it belongs to none.
-    :param least: the fewest tokens that the cells can be cut to, beside none. Cells that a sliding window would need
-        for fewer are missing.
     """
 
     tokens: list[int] = field(default_factory=list)
     shapes: list[Shape] = field(default_factory=list)
     adapters: AdapterSet = NO_ADAPTERS
     conversation: str | None = None
-    least: int = 0
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from frameshard.plan import roofline
 from frameshard.plan.host import HostShare
 from frameshard.plan.layout import Layout
-from frameshard.plan.memory import kv_bytes
+from frameshard.plan.memory import cell_bytes, kv_bytes
 from frameshard.plan.profile import KvType, Profile, heads_of
 from frameshard.plan.weights import Experts, Mask, shards_of
 
@@ -78,6 +78,7 @@ class Conditions:
     :param kv_type: the type of the KV cache.
     :param host_budget_bytes: host memory for weights; 0 for no limit.
     :param cpu_factor: how much longer the CPU computes than the profile says.
+    :param sliding_cells: the cells of a sequence in layers with a sliding window; 0: all.
     """
 
     ring: int
@@ -89,6 +90,7 @@ class Conditions:
     host_budget_bytes: int = 0
     kv_held: float = 0.0
     cpu_factor: float = 1.0
+    sliding_cells: int = 0
 
 
 class Costs:
@@ -367,25 +369,36 @@ class Graph:
         """Sets the times of attention, and those of keys and values in host memory."""
         model, conditions = costs.layout.model, costs.conditions
         head_dim, n_head, _ = heads = heads_of(model)
-        each = n_tokens / n_seq
-        kv_rate, flops_rate = costs.profile.attention_rates(heads, n_before + each / 2, conditions.kv_type)
-        n_attend, n_cached = len(model.attention_layers), len(model.cached_layers)
-        flops = 4.0 * head_dim * n_head * n_attend * n_tokens * (n_before + each / 2)
-        states = kv_bytes(model, 0, n_seq)
-        cells = (kv_bytes(model, 256, n_seq, conditions.kv_type) - states) / 256 * (n_before + each) * n_seq
-        read = states + cells * n_attend / max(n_cached, 1)
-        self.attention_s = max(flops / flops_rate, read / kv_rate)
+        n_cells, n_attended = n_before + n_tokens / n_seq, n_before + n_tokens / n_seq / 2
+        n_slid = min(n_cells, conditions.sliding_cells or n_cells)
+        n_attend, n_cached = len(model.attention_layers), max(len(model.cached_layers), 1)
+        slide = len(model.sliding_layers) / n_cached
+        states, by_cell = kv_bytes(model, 0, n_seq), cell_bytes(model, conditions.kv_type)
+        full, sliding = by_cell[0] * n_cells * n_seq, by_cell[1] * n_slid * n_seq
+        again = n_attend / n_cached  # some layers read what others keep
+        self.attention_s = 0.0
+        for share, attended, read in (
+            (1 - slide, n_attended, states + full * again),
+            (slide, min(n_attended, n_slid), sliding * again),
+        ):
+            kv_rate, flops_rate = costs.profile.attention_rates(heads, attended, conditions.kv_type)
+            flops = 4.0 * head_dim * n_head * n_attend * share * n_tokens * attended
+            self.attention_s += max(flops / flops_rate, read / kv_rate)
         # Whole layers are in host memory.
-        left_out = max(1 - conditions.kv_room / max(states + cells, conditions.kv_held, 1.0), 0.0)
+        kept = states + full + sliding
+        left_out = max(1 - conditions.kv_room / max(kept, conditions.kv_held, 1.0), 0.0)
         n_kept = len(model.cached_layers | model.recurrent_layers)
         n_layers = float(np.ceil(left_out * n_kept))
-        on_host = (states + cells) * n_layers / max(n_kept, 1)
+        on_host = kept * n_layers / max(n_kept, 1)
         self.host_kv = _HostKv(on_host, on_host / costs.profile.h2d, n_layers)
 
     @staticmethod
     def _prepare(costs: Costs, n_tokens: int, n_before: int, n_seq: int) -> Preparation:
         each = n_tokens / n_seq
-        mask_s = n_tokens * (each * _COMPARED_S + (n_before + each) * n_seq * _MASKED_S)
+        masked = n_cells = n_before + each
+        if costs.layout.model.sliding_layers:  # they have a mask of their own
+            masked += min(n_cells, costs.conditions.sliding_cells or n_cells)
+        mask_s = n_tokens * (each * _COMPARED_S + masked * n_seq * _MASKED_S)
         if each == 1 or n_tokens < costs.layout.sizes.prefill_tokens:  # llama.cpp uses the graph before again
             return Preparation(0.0, mask_s)
         embedded_bytes = 4 * n_tokens * costs.layout.model.n_embd

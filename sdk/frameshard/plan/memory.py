@@ -14,6 +14,7 @@ from frameshard.plan.layout import lay_out
 from frameshard.plan.model import Model
 from frameshard.plan.profile import KvType, kv_value_bytes
 from frameshard.plan.steps import Steps, floor_step, most_step, step_sizes
+from frameshard.plan.windows import sliding_cells, step_limit
 from frameshard.plan.workload import Workload
 
 _PAGE = 256  # llama.cpp makes the number of KV cells a multiple of this
@@ -56,16 +57,25 @@ def check_kv_type(model: Model, kv_type: KvType) -> None:
         )
 
 
-def kv_bytes(model: Model, n_tokens: int, n_seq: int = 1, kv_type: KvType = "f16") -> int:
-    """The bytes of KV cache and recurrent state of so many tokens. Layers with a sliding window keep all tokens, too.
+def kv_bytes(model: Model, n_tokens: int, n_seq: int = 1, kv_type: KvType = "f16", n_sliding: int = 0) -> int:
+    """The bytes of KV cache and recurrent state of so many tokens.
 
     :param n_tokens: tokens in the KV cache, all sequences together.
     :param n_seq: sequences, each with a recurrent state.
+    :param n_sliding: the cells of a sequence in layers with a sliding window; 0: all.
     """
-    values = sum(map(sum, _kv_values(model).values()))
     cells = -(-n_tokens // _PAGE) * _PAGE
+    full, sliding = cell_bytes(model, kv_type)
     states = _recurrent_values(model) * len(model.recurrent_layers)
-    return int(values * cells * kv_value_bytes(kv_type)) + 4 * states * n_seq
+    return int(full * cells + sliding * min(cells, n_sliding * n_seq or cells)) + 4 * states * n_seq
+
+
+def cell_bytes(model: Model, kv_type: KvType = "f16") -> tuple[float, float]:
+    """The bytes of a token's keys and values: in layers without a sliding window, and in those with one."""
+    full = sliding = 0
+    for layer, rows in _kv_values(model).items():
+        full, sliding = (full, sliding + sum(rows)) if layer in model.sliding_layers else (full + sum(rows), sliding)
+    return full * kv_value_bytes(kv_type), sliding * kv_value_bytes(kv_type)
 
 
 def _kv_values(model: Model) -> dict[int, tuple[int, int]]:
@@ -74,12 +84,20 @@ def _kv_values(model: Model) -> dict[int, tuple[int, int]]:
     kv_heads = model.by_layer("attention.head_count_kv", -1)
     kv_heads = tuple(kv if kv >= 0 else head for kv, head in zip(kv_heads, heads, strict=True))
     head_dim = model.n_embd // max(max(heads, default=1), 1)
-    keys, values = model.integer("attention.key_length", head_dim), model.integer("attention.value_length", head_dim)
-    keys = max(keys, model.integer("attention.key_length_swa"))
-    values = max(values, model.integer("attention.value_length_swa"))
+    plain = [model.integer(f"attention.{part}_length", head_dim) for part in ("key", "value")]
+    sliding = [
+        model.integer(f"attention.{part}_length_swa") or size
+        for part, size in zip(("key", "value"), plain, strict=True)
+    ]
+    if not model.sliding_layers:  # it is not known which layers have a window
+        plain = [max(sizes) for sizes in zip(plain, sliding, strict=True)]
     if model.integer("attention.key_length_mla"):
-        values = 0  # latent attention computes the values from the keys
-    return {layer: (kv_heads[layer] * keys, kv_heads[layer] * values) for layer in sorted(model.cached_layers)}
+        plain[1] = sliding[1] = 0  # latent attention computes the values from the keys
+    found = {}
+    for layer in sorted(model.cached_layers):
+        keys, values = sliding if layer in model.sliding_layers else plain
+        found[layer] = kv_heads[layer] * keys, kv_heads[layer] * values
+    return found
 
 
 def _recurrent_values(model: Model) -> int:
@@ -132,7 +150,7 @@ def estimate_steps(model: Model, device: str, workload: Workload, *, images: boo
         most_bytes = graph_bytes(workload.n_ubatch)
         return Steps(graph_bytes(workload.n_parallel), most_bytes, ((workload.n_ubatch, most_bytes),))
     least = floor_step(workload.n_parallel, images=images)
-    most = most_step(workload.n_ctx, least)
+    most = most_step(workload.n_ctx, least, limit=step_limit(model, workload.n_ctx, exact=workload.exact))
     floor_bytes, most_bytes, pool = graph_bytes(least), graph_bytes(most), lay_out(model, device).sizes.pool_share
     sizes = []
     for n_tokens in step_sizes(least, most):
@@ -166,7 +184,7 @@ def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -
     logits = 4 * model.n_vocab * logits_rows(n_seq, n_tokens, can_speculate=not model.recurrent_layers)
     # The output head is last. It reuses the memory of the activations, except for those of the last layer.
     graph = (
-        mask_bytes(model, n_tokens, cells)
+        mask_bytes(model, n_tokens, cells, _sliding_cells(model, workload))
         + max(round(activations), logits + 12 * n_tokens * model.n_embd)
         + 64 * n_tokens
     )
@@ -175,12 +193,20 @@ def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -
     return graph + converted
 
 
-def mask_bytes(model: Model, n_tokens: int, n_cells: int) -> int:
+def _sliding_cells(model: Model, workload: Workload) -> int:
+    return sliding_cells(model, workload.n_ctx, workload.n_ubatch, exact=workload.exact)
+
+
+def mask_bytes(model: Model, n_tokens: int, n_cells: int, n_sliding: int) -> int:
     """The masks of attention in a graph of ``n_tokens`` tokens that attend to ``n_cells`` cells. They have 16-bit
-    values. Models with sliding windows have a second mask."""
+    values. Models with sliding windows have a second mask.
+
+    :param n_sliding: the cells of a sequence in layers with a sliding window; 0: all.
+    """
     if not model.attention_layers:
         return 0
-    return 2 * n_tokens * n_cells * (2 if model.integer("attention.sliding_window") else 1)
+    more = min(n_cells, n_sliding or n_cells) if model.integer("attention.sliding_window") else 0
+    return 2 * n_tokens * (n_cells + more)
 
 
 @dataclass(frozen=True)
@@ -192,12 +218,14 @@ class Context:
     :param whole: bytes of all cells.
     :param window: bytes of the KV window, which holds the largest layer.
     :param kv_type: the type of the KV cache.
+    :param sliding_cells: the cells of a sequence in layers with a sliding window; 0: all.
     """
 
     used: int = 0
     whole: int = 0
     window: int = 0
     kv_type: KvType = "f16"
+    sliding_cells: int = 0
 
 
 def estimate_context(model: Model, device: str, workload: Workload) -> Context:
@@ -207,18 +235,16 @@ def estimate_context(model: Model, device: str, workload: Workload) -> Context:
     """
     n_seq, kv_type = workload.n_parallel, workload.kv_type
     cells = -(-workload.n_ctx // _PAGE) * _PAGE
-    used = min(workload.n_prompt, cells)
-    number = GGML_NUMBERS[kv_type.upper()]
-    kv = [
-        native.KvShape(layer, number, row, cells, n_seq, used)
-        for layer, rows in _kv_values(model).items()
-        for row in rows
-        if row
-    ]
+    number, n_sliding = GGML_NUMBERS[kv_type.upper()], _sliding_cells(model, workload)
+    kv = []
+    for layer, rows in _kv_values(model).items():
+        held = n_sliding if n_sliding and layer in model.sliding_layers else cells
+        used = min(workload.n_prompt, held)
+        kv += [native.KvShape(layer, number, row, held, n_seq, used) for row in rows if row]
     state = _recurrent_values(model)
     kv += [native.KvShape(i, GGML_NUMBERS["F32"], state, n_seq, 1, n_seq) for i in sorted(model.recurrent_layers)]
     sizes = native.lay_out(device, (), kv=kv)
-    return Context(sizes.kv_used_bytes, sizes.kv_bytes, sizes.kv_window_bytes, kv_type)
+    return Context(sizes.kv_used_bytes, sizes.kv_bytes, sizes.kv_window_bytes, kv_type, n_sliding)
 
 
 def logits_rows(n_parallel: int, n_ubatch: int, *, can_speculate: bool) -> int:

@@ -112,6 +112,20 @@ class Model:
         n_cached = _CACHED_OF_GEMMA_3N if self.arch == "gemma3n" else self.n_layer - n_shared
         return frozenset(layer for layer in self.attention_layers if layer < n_cached)
 
+    @cached_property
+    def sliding_layers(self) -> frozenset[int]:
+        """The layers that keep keys and values and attend to the last tokens only, in a sliding window. Empty if it is
+        not known which do."""
+        if self.arch not in _SLIDING_PERIODS or not self.integer("attention.sliding_window"):
+            return frozenset()
+        key = "attention.sliding_window_pattern"
+        if isinstance(self.metadata.get(f"{self.arch}.{key}"), tuple):
+            slides = [bool(each) for each in self.by_layer(key)]
+        else:
+            period = self.integer(key, _SLIDING_PERIODS[self.arch])
+            slides = [layer % period < period - 1 if period else True for layer in range(self.n_layer)]
+        return frozenset(layer for layer in self.cached_layers if slides[layer])
+
     def _layers_with(self, tensors: re.Pattern[str]) -> frozenset[int]:
         """The layers with a tensor of such a name, without those for multi-token prediction."""
         found = (int(match[1]) for tensor in self.tensors if (match := tensors.match(tensor.name)))
@@ -218,6 +232,22 @@ _RECURRENT = re.compile(r"blk\.(\d+)\.(?:ssm_|time_mix_|shortconv\.)")
 _QUERIES = re.compile(r"blk\.(\d+)\.attn_q(?:_[ab])?\.weight")
 _FUSED = re.compile(r"blk\.(\d+)\.attn_qkv\.weight")
 _CACHED_OF_GEMMA_3N = 20  # as llama.cpp has it: no key tells
+# Of so many layers the last has no sliding window. This is what llama.cpp assumes where a file does not tell; files of
+# the architectures with 1 always do.
+_SLIDING_PERIODS = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3n": 5,
+    "gemma4": 1,
+    "gpt-oss": 2,
+    "mellum": 4,
+    "mimo2": 1,
+    "olmo2": 4,
+    "plamo3": 8,
+    "step35": 1,
+}
 
 # The kind of a tensor in a layer, by its name after "blk.N.". The first pattern that matches decides.
 _GROUPS = (

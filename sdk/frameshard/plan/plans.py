@@ -359,7 +359,7 @@ def make_plan(
     conditions = Conditions(
         least_ring, n_ctx_used, turn_s, kv_room, routing, context.kv_type, host_budget_bytes, context.used
     )
-    conditions = replace(conditions, cpu_factor=corrections.cpu_factor)
+    conditions = replace(conditions, cpu_factor=corrections.cpu_factor, sliding_cells=context.sliding_cells)
     all_slabs = len(layout.sizes.slabs)
     prompts = _Prompts(layout, profile, budget, beside_graphs, steps, context, conditions, all_slabs)
     n_ubatch = n_ubatch or prompts.choose_step()

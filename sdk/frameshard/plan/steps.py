@@ -16,8 +16,9 @@ LEAST_STEP = 32
 """The tokens of a step for which the floor has room whatever the model."""
 EXACT_STEP = 512
 """The tokens of a step in stream-only mode, at every budget, because the bits of the logits depend on it."""
+MOST_STEP = 4096
+"""The most tokens of a step, if a launch does not say it."""
 _FLOOR_STEP = 256
-_MOST_STEP = 4096
 # An image is one step for models that read its tokens together.
 _FLOOR_STEP_WITH_IMAGES = 512
 # The masks of attention in host memory, which llama.cpp fills before each graph: 4 bytes for each token of a step and
@@ -38,7 +39,7 @@ class Steps:
 
     least_bytes: int = 0
     floor_bytes: int = 0
-    sizes: tuple[tuple[int, int], ...] = ((_MOST_STEP, 0),)
+    sizes: tuple[tuple[int, int], ...] = ((MOST_STEP, 0),)
 
     @property
     def most_tokens(self) -> int:
@@ -70,15 +71,16 @@ def floor_step(n_parallel: int, *, images: bool) -> int:
     return max(_FLOOR_STEP_WITH_IMAGES if images else _FLOOR_STEP, n_parallel)
 
 
-def most_step(n_ctx: int, least: int, host_budget_bytes: int = 0) -> int:
+def most_step(n_ctx: int, least: int, host_budget_bytes: int = 0, limit: int = MOST_STEP) -> int:
     """The tokens of the largest step, if a launch does not say it.
 
     :param n_ctx: the context of each sequence.
     :param least: the smallest result.
     :param host_budget_bytes: the limit on host memory; 0: none.
+    :param limit: the largest result.
     """
     most_mask_bytes = min(_MOST_MASK_BYTES, host_budget_bytes // _MASK_SHARE or _MOST_MASK_BYTES)
-    n_tokens = min(_MOST_STEP, most_mask_bytes // (4 * max(n_ctx, 1)), n_ctx)
+    n_tokens = min(limit, most_mask_bytes // (4 * max(n_ctx, 1)), n_ctx)
     return max(1 << max(n_tokens.bit_length() - 1, 0), least)
 
 

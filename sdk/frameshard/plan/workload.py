@@ -17,6 +17,7 @@ class Workload:
     :param n_parallel: number of sequences.
     :param n_ubatch: the most tokens of one graph; 0 if the plan chooses it.
     :param kv_type: type of the KV cache.
+    :param exact: for mode stream-only.
     """
 
     n_ctx: int
@@ -25,3 +26,4 @@ class Workload:
     n_parallel: int = 1
     n_ubatch: int = 512
     kv_type: KvType = "f16"
+    exact: bool = False
