@@ -74,7 +74,7 @@ from frameshard.wire.engine import EngineConfig
 config = EngineConfig(sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=128, n_threads=1)
 with Runtime.load(config) as runtime:
     assert runtime.llama.sliding_cells == 256
-    assert runtime.can_decode_ahead(64) and not runtime.can_decode_ahead(65)
+    assert runtime.can_decode_ahead(112) and not runtime.can_decode_ahead(113)
     tokens = [int(token) for token in np.random.default_rng(1).integers(5, 250, 800)]
 
     def read(abort_at=None):

@@ -44,7 +44,7 @@ from frameshard.plan.memory import check_kv_type, estimate_floor, logits_rows, m
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import GraphSize
 from frameshard.plan.steps import EXACT_STEP, floor_step, most_step, step_sizes
-from frameshard.plan.windows import sliding_cells, step_limit
+from frameshard.plan.windows import can_take_back, sliding_cells, step_limit
 from frameshard.plan.workload import Workload
 from frameshard.wire.engine import EngineConfig
 from frameshard.wire.launch import adapter_of
@@ -340,7 +340,7 @@ class Runtime:
     def can_decode_ahead(self, n_tokens: int) -> bool:
         """Whether a decode of ``n_tokens`` tokens may be prepared while one of as many runs. If it fails, both are cut
         off again, and layers with a sliding window must still have the cells before them."""
-        return self.device is not None and (not self.llama.sliding_cells or 2 * n_tokens <= self.n_ubatch)
+        return self.device is not None and can_take_back(self.model_info, n_tokens, self.llama.sliding_cells)
 
     @property
     def can_speculate(self) -> bool:

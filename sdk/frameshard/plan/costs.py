@@ -24,6 +24,7 @@ from frameshard.plan.layout import Layout
 from frameshard.plan.memory import cell_bytes, kv_bytes
 from frameshard.plan.profile import KvType, Profile, heads_of
 from frameshard.plan.weights import Experts, Mask, shards_of
+from frameshard.plan.windows import can_take_back
 
 Floats = NDArray[np.float64]
 
@@ -402,7 +403,10 @@ class Graph:
         if each == 1 or n_tokens < costs.layout.sizes.prefill_tokens:  # llama.cpp uses the graph before again
             return Preparation(0.0, mask_s)
         embedded_bytes = 4 * n_tokens * costs.layout.model.n_embd
-        return Preparation(mask_s + embedded_bytes / _LOOKED_UP, embedded_bytes / _INPUTS + costs.build_s)
+        ahead_s, then_s = mask_s + embedded_bytes / _LOOKED_UP, embedded_bytes / _INPUTS + costs.build_s
+        if not can_take_back(costs.layout.model, int(each), costs.conditions.sliding_cells):
+            return Preparation(0.0, ahead_s + then_s)
+        return Preparation(ahead_s, then_s)
 
     def _single_experts(
         self, costs: Costs, n_tokens: int, used: Floats, cached: float, touched: Floats, cpu_s: Floats

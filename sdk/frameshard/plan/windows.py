@@ -27,6 +27,15 @@ def sliding_cells(model: Model, n_ctx: int, n_ubatch: int, *, exact: bool) -> in
     return cells if not exact and 2 * cells <= _pages(n_ctx) and model.sliding_layers else 0
 
 
+def can_take_back(model: Model, n_tokens: int, n_sliding: int) -> bool:
+    """Whether two graphs of ``n_tokens`` tokens of a sequence can be taken back together: the second one must not have
+    written over the window before the first.
+
+    :param n_sliding: from :func:`sliding_cells`.
+    """
+    return not n_sliding or 2 * n_tokens <= n_sliding - model.integer("attention.sliding_window")
+
+
 def _pages(cells: int) -> int:
     return -(-cells // _PAGE) * _PAGE
 
