@@ -47,6 +47,29 @@ def test_an_opened_device() -> None:
     assert done.stdout.split()[-1] == "IMPORTED"
 
 
+SEQUENCES = """
+import sys
+import numpy as np
+from frameshard.engine.runtime import Runtime
+from frameshard.models import resolve
+from frameshard.wire.engine import EngineConfig
+
+config = EngineConfig(str(resolve("smollm2-135m")), device=sys.argv[1], n_ctx=512, n_ubatch=8, n_parallel=3)
+with Runtime.load(config) as runtime:
+    tokens = runtime.tokenizer.tokenize("The keeper counts ships, gulls and the hours until the lamp is lit.")
+    found = [runtime.decode_tokens(seq, tokens)[0] for seq in range(3)]
+    print(float(np.abs(np.stack(found) - found[0]).max()))
+"""
+
+
+def test_every_sequence_computes_the_same() -> None:
+    """Each has its own part of the KV cache, of which only the cells in use have VRAM."""
+    command = [sys.executable, "-c", SEQUENCES, os.environ["FRAMESHARD_VULKAN"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.01
+
+
 @pytest.mark.timeout(3600)
 def test_the_text_is_the_same_at_five_budgets() -> None:
     command = [sys.executable, "-m", "frameshard", "verify", "--json", "--model", "smollm2-135m"]

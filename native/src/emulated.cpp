@@ -14,6 +14,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -390,6 +391,23 @@ bool each_expert_once(const ggml_cgraph *graph) {
     return true;
 }
 
+// Whether views lie where the tensors that they are views of, and their offsets say. ggml-vulkan goes by these, and by no
+// view's own address.
+bool views_in_place(const ggml_cgraph *graph) {
+    const auto in_place = [](const ggml_tensor *t) {
+        return t == nullptr || t->view_src == nullptr || t->data == nullptr ||
+               t->data == static_cast<const char *>(t->view_src->data) + t->view_offs;
+    };
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor *node = graph->nodes[i];
+        if (!in_place(node) || !std::all_of(std::begin(node->src), std::end(node->src), in_place)) {
+            GGML_LOG_ERROR("emulated device: '%s' has a view in another place than its tensor\n", node->name);
+            return false;
+        }
+    }
+    return true;
+}
+
 void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
     if (hang_ms > 0) {
         std::unique_lock<std::mutex> lock(mutex);
@@ -404,7 +422,8 @@ void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
         cpu_threads = threads;
     }
     declare_accesses(graph);
-    if (cpu == nullptr || !each_expert_once(graph) || ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
+    const bool valid = each_expert_once(graph) && views_in_place(graph);
+    if (cpu == nullptr || !valid || ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
         device.lost.store(true);
     }
     ready = clock_type::now();

@@ -290,6 +290,9 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
         lost = lost || (b->graph && !s->data && !ggml_is_empty(t));
     }
     s->view_src = shadow(t->view_src);
+    if (s->view_src && s->data) {
+        s->view_offs = (size_t)((char *)s->data - (char *)s->view_src->data); // ggml-vulkan goes by it
+    }
     for (int j = 0; j < GGML_MAX_SRC; j++) {
         s->src[j] = shadow(t->src[j]);
     }
