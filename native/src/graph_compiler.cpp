@@ -252,6 +252,14 @@ void Compiler::join(Step &s, int node, const Needs &needs, KvBlock *block) {
 }
 
 // The shadow of a tensor: the same shape and operation, at its address in an inner buffer.
+// Sets the address of a tensor. That of a view is in the tensor that it is a view of: ggml-vulkan goes by the offset there.
+static void set_address(ggml_tensor *t, char *data) {
+    t->data = data;
+    if (t->view_src && data) {
+        t->view_offs = (size_t)(data - (const char *)t->view_src->data);
+    }
+}
+
 ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
     if (!t) {
         return nullptr;
@@ -290,9 +298,7 @@ ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
         lost = lost || (b->graph && !s->data && !ggml_is_empty(t));
     }
     s->view_src = shadow(t->view_src);
-    if (s->view_src && s->data) {
-        s->view_offs = (size_t)((char *)s->data - (char *)s->view_src->data); // ggml-vulkan goes by it
-    }
+    set_address(s, (char *)s->data);
     for (int j = 0; j < GGML_MAX_SRC; j++) {
         s->src[j] = shadow(t->src[j]);
     }
@@ -378,7 +384,7 @@ void Compiler::add_row_piece(const Step &st) {
                 ggml_tensor *x = twin(full->src[1]);
                 x->ne[1] = n;
                 x->ne[2] = x->ne[3] = 1;
-                x->data = (char *)x->data + i1 * x->nb[1] + i2 * x->nb[2] + i3 * x->nb[3];
+                set_address(x, (char *)x->data + i1 * x->nb[1] + i2 * x->nb[2] + i3 * x->nb[3]);
                 ggml_tensor *part = twin(full);
                 part->src[0] = w;
                 part->src[1] = x;
@@ -390,9 +396,13 @@ void Compiler::add_row_piece(const Step &st) {
                 part->flags |= GGML_TENSOR_FLAG_OUTPUT;
                 char *target = (char *)full->data + piece.row0 * full->nb[0] + i1 * full->nb[1] + i2 * full->nb[2] +
                                i3 * full->nb[3];
-                part->data = direct ? target : d.scratch.base;
-                part->buffer = direct ? full->buffer : d.scratch.buffer.get();
-                part->view_src = direct ? full->view_src : nullptr;
+                if (direct) {
+                    set_address(part, target);
+                } else {
+                    part->data = d.scratch.base;
+                    part->buffer = d.scratch.buffer.get();
+                    part->view_src = nullptr;
+                }
                 push_shadow(part);
                 if (direct) {
                     continue;
@@ -402,14 +412,14 @@ void Compiler::add_row_piece(const Step &st) {
                 rows->ne[0] = piece.rows;
                 rows->ne[1] = n;
                 rows->ne[2] = rows->ne[3] = 1;
-                rows->data = target;
+                set_address(rows, target);
                 std::fill(rows->src, rows->src + GGML_MAX_SRC, nullptr);
                 ggml_tensor *put = twin(rows);
                 put->op = GGML_OP_CPY;
                 memset(put->op_params, 0, sizeof(put->op_params));
                 put->src[0] = part;
                 put->src[1] = rows;
-                put->view_src = rows;
+                put->view_src = rows->view_src ? rows->view_src : rows;
                 push_shadow(put);
             }
         }
