@@ -9,6 +9,8 @@ No run uses more VRAM than the largest given budget. If ``full`` is given, every
 stream-only rows are compared with, and the reference of a GPU is stock llama.cpp on that GPU. Otherwise the reference
 is stock llama.cpp on the CPU. A planned row uses GPU and CPU. So it may differ from the reference as much as these two
 differ from each other, which is measured too and printed as ``processors``.
+
+The text is in the second of two sequences, and another one in the first: sequences have cells of their own.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ KL_OF_ROUNDING = 0.01
 """Planned rows: a KL divergence up to this can come from rounding alone. Stock llama.cpp differs by 0.004 from
 itself if it reads 96 tokens in steps of 64 or of 4 (SmolLM2-135M, Q4_1). A wrong choice of experts makes 0.8."""
 MODES: tuple[Mode, ...] = ("stream_only", "planned")
+_SEQUENCE = 1
 _LOGITS_OF_PROMPT = 16  # so many rows of logits of the prompt are compared; one graph computes several
 
 
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             n_ctx=args.ctx,
             n_ubatch=args.ubatch,
-            n_parallel=1,
+            n_parallel=_SEQUENCE + 1,
             n_threads=args.threads,
             n_outputs_max=_LOGITS_OF_PROMPT,
             kv_type=args.kv_type,
@@ -172,15 +175,17 @@ def _logits(
     """
     import numpy as np
 
-    runtime.clear(0)
+    if not runtime.length(0):
+        runtime.decode_tokens(0, tokens[:0:-1], "none")
+    runtime.clear(_SEQUENCE)
     tail = min(_LOGITS_OF_PROMPT, n_prompt, runtime.n_ubatch)
     if n_prompt > tail:
-        runtime.decode_tokens(0, tokens[: n_prompt - tail], "none")
-    out = [runtime.decode_tokens(0, tokens[n_prompt - tail : n_prompt], "all")]
+        runtime.decode_tokens(_SEQUENCE, tokens[: n_prompt - tail], "none")
+    out = [runtime.decode_tokens(_SEQUENCE, tokens[n_prompt - tail : n_prompt], "all")]
     for i in range(n_prompt, len(tokens)):
         if before is not None:
             before(i - n_prompt)
-        out.append(runtime.decode_tokens(0, tokens[i : i + 1]))
+        out.append(runtime.decode_tokens(_SEQUENCE, tokens[i : i + 1]))
     return np.concatenate(out)
 
 
