@@ -153,7 +153,8 @@ def test_a_mixture_of_experts_starts_within_a_limit_below_its_file(own_moe: Path
 
 
 def test_the_processes_are_the_same_with_a_limit(own_moe: Path) -> None:
-    """What weights have is not counted as the processes', also before anything was read into it."""
+    """What weights have, up to 427 MiB, is not counted as the processes', also before anything was read into it. The
+    processes' share of libraries depends on how many others use them."""
 
     async def main(client: frameshard.Client) -> None:
         await client.ask(LORE, sampling=FEW).completed()
@@ -162,7 +163,7 @@ def test_the_processes_are_the_same_with_a_limit(own_moe: Path) -> None:
             await client.set_budget(VRAM_MB, host_budget_mb=limit_mb, timeout_s=60)
             await trio.sleep(4 * MEASURE_S)  # until no earlier measurement counts
             found.append((await figures(client))["processes_bytes"])
-        assert abs(found[1] - found[0]) < 16 * MIB
+        assert abs(found[1] - found[0]) < 64 * MIB
 
     play(own_moe, main)
 
