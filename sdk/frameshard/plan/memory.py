@@ -72,9 +72,9 @@ def kv_bytes(model: Model, n_tokens: int, n_seq: int = 1, kv_type: KvType = "f16
 
 def cell_bytes(model: Model, kv_type: KvType = "f16") -> tuple[float, float]:
     """The bytes of a token's keys and values: in layers without a sliding window, and in those with one."""
-    full = sliding = 0
-    for layer, rows in _kv_values(model).items():
-        full, sliding = (full, sliding + sum(rows)) if layer in model.sliding_layers else (full + sum(rows), sliding)
+    values = _kv_values(model)
+    sliding = sum(sum(rows) for layer, rows in values.items() if layer in model.sliding_layers)
+    full = sum(map(sum, values.values())) - sliding
     return full * kv_value_bytes(kv_type), sliding * kv_value_bytes(kv_type)
 
 
