@@ -229,6 +229,76 @@ def _deepseek2(file: _File) -> None:
         file.shared_expert(i, 160)
 
 
+def _deepseek4(file: _File) -> None:
+    n_head, dim, rope, rank, n_ff, groups, n_streams = 8, 64, 32, 64, 128, 8, 4
+    ratios = [0, 0, 4, 128]  # tokens that a cell of the compressed cache stands for
+    index_head, index_dim = 64, 128  # llama.cpp knows no others
+    file.key("feed_forward_length", n_ff)
+    file.key("expert_count", 8)
+    file.key("expert_used_count", 2)
+    file.key("expert_shared_count", 1)
+    file.key("expert_feed_forward_length", n_ff)
+    file.key("expert_weights_scale", 1.0)
+    file.key("expert_weights_norm", True)
+    file.key("expert_gating_func", 4)
+    file.key("swiglu_clamp_exp", 10.0)
+    file.key("attention.head_count", n_head)
+    file.key("attention.head_count_kv", 1)
+    file.key("attention.key_length", dim)
+    file.key("attention.value_length", dim)
+    file.key("attention.q_lora_rank", rank)
+    file.key("attention.sliding_window", 32)
+    file.key("attention.output_group_count", groups)
+    file.key("attention.output_lora_rank", 32)
+    file.key("attention.compress_ratios", ratios)
+    file.key("attention.compress_rope_freq_base", 160000.0)
+    file.key("attention.indexer.head_count", index_head)
+    file.key("attention.indexer.key_length", index_dim)
+    file.key("attention.indexer.top_k", 131072)
+    file.key("rope.dimension_count", rope)
+    file.key("rope.freq_base", 10000.0)
+    file.key("hyper_connection.count", n_streams)
+    file.key("hyper_connection.sinkhorn_iterations", 2)
+    file.key("hyper_connection.epsilon", 1e-6)
+    file.key("hash_layer_count", 0)
+    file.head()
+
+    def connection(name: str, n: int, n_scales: int) -> None:
+        file.matrix(f"{name}_fn", n_streams * file.n_embd, n, kind="F32")
+        file.vector(f"{name}_base.weight", n, mean=0.0)
+        file.vector(f"{name}_scale.weight", n_scales)
+
+    def compressor(name: str, ratio: int, width: int) -> None:
+        n = width * (2 if ratio == 4 else 1)  # overlapping windows
+        file.matrix(f"{name}_kv", file.n_embd, n)
+        file.matrix(f"{name}_gate", file.n_embd, n)
+        file.matrix(f"{name}_ape", n, ratio, kind="F32")
+        file.vector(f"{name}_norm.weight", width)
+
+    connection("output_hc", n_streams, 1)
+    for i, ratio in enumerate(ratios):
+        file.norms(i, "attn_norm", "ffn_norm")
+        file.matrix(f"blk.{i}.attn_q_a", file.n_embd, rank)
+        file.vector(f"blk.{i}.attn_q_a_norm.weight", rank)
+        file.matrix(f"blk.{i}.attn_q_b", rank, n_head * dim)
+        file.matrix(f"blk.{i}.attn_kv", file.n_embd, dim)
+        file.vector(f"blk.{i}.attn_kv_a_norm.weight", dim)
+        file.vector(f"blk.{i}.attn_sinks.weight", n_head)
+        file.matrix(f"blk.{i}.attn_output_a", n_head * dim // groups, 32, groups)
+        file.matrix(f"blk.{i}.attn_output_b", groups * 32, file.n_embd)
+        for name in ("attn", "ffn"):
+            connection(f"blk.{i}.hc_{name}", (2 + n_streams) * n_streams, 3)
+        if ratio:
+            compressor(f"blk.{i}.attn_compressor", ratio, dim)
+        if ratio == 4:
+            compressor(f"blk.{i}.indexer_compressor", ratio, index_dim)
+            file.matrix(f"blk.{i}.indexer.proj", file.n_embd, index_head)
+            file.matrix(f"blk.{i}.indexer.attn_q_b", rank, index_head * index_dim)
+        file.experts(i, 8, n_ff, kind="F16")
+        file.vector(f"blk.{i}.exp_probs_b.bias", 8, mean=0.0)
+        file.shared_expert(i, n_ff)
+
+
 def _gpt_oss(file: _File) -> None:
     n_expert, n_ff = 8, 128
     file.key("feed_forward_length", n_ff)
@@ -470,6 +540,7 @@ ARCHS: dict[str, Tiny] = {
     "llama": Tiny("dense", "llama", 4, 256, _llama),
     "qwen3moe": Tiny("experts, quantised", "qwen3moe", 4, 256, _qwen3moe),
     "deepseek2": Tiny("latent attention, shared experts, a dense first layer", "deepseek2", 4, 256, _deepseek2),
+    "deepseek4": Tiny("a sliding and a compressed KV cache in each layer", "deepseek4", 4, 512, _deepseek4),
     "gpt-oss": Tiny("experts with biases in 4-bit floats, attention sinks", "gpt-oss", 4, 256, _gpt_oss),
     "glm4moe": Tiny("chosen with a bias, a last layer that is not loaded", "glm4moe", 5, 256, _glm4moe),
     "qwen35moe": Tiny("hybrid: linear and gated attention, gate and up in one", "qwen35moe", 5, 256, _qwen35moe),

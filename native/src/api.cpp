@@ -278,7 +278,7 @@ fsd_status fsd_lay_out(const fsd_layout_request *request, fsd_layout *layout, ui
     layout->core_bytes = l.granular(l.core_bytes);
     layout->scratch_bytes = l.granular(l.scratch_bytes);
     layout->fixed_bytes = fixed;
-    layout->kv_window_bytes = held.need.window;
+    layout->kv_window_bytes = held.need.least;
     layout->kv_bytes = held.need.whole;
     layout->kv_used_bytes = held.used;
     layout->floor_bytes = floor_bytes(l, fixed, held.need);

@@ -95,6 +95,9 @@ ggml_status Executor::stop(ggml_status status) {
 }
 
 ggml_status Executor::run() {
+    if (d.kv.keep_together(access)) {
+        d.update_floor();
+    }
     if (!d.kv.prepare(access)) {
         GGML_LOG_ERROR("frameshard: no memory for the KV cache of a context of this length\n");
         return GGML_STATUS_ALLOC_FAILED;

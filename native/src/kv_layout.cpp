@@ -18,7 +18,7 @@ KvBytes kv_bytes(const std::vector<KvUse> &tensors, size_t unit_bytes) {
     KvBytes sum;
     for (const auto &[key, b] : blocks) {
         const uint64_t whole = round_up(b.whole, unit_bytes);
-        sum.need.window = std::max(sum.need.window, whole);
+        sum.need.least = std::max(sum.need.least, whole);
         sum.need.whole += whole;
         sum.used += round_up(b.used, unit_bytes);
     }

@@ -542,14 +542,15 @@ void KvStore::unpark() {
 }
 
 KvNeed KvStore::need() {
-    KvNeed need;
+    uint64_t largest = 0, stay = 0, whole = 0;
     std::vector<size_t> at;
     each_block([&](const KvBlock &b) {
-        const uint64_t whole = weights_.layout.granular(lay_out(b, b.group->cells, b.group->streams, at));
-        need.window = std::max(need.window, whole);
-        need.whole += whole;
+        const uint64_t bytes = weights_.layout.granular(lay_out(b, b.group->cells, b.group->streams, at));
+        stay += b.stays ? bytes : 0;
+        largest = std::max(largest, b.stays ? 0 : bytes);
+        whole += bytes;
     });
-    return need;
+    return {stay + largest, whole};
 }
 
 void KvStore::use_cells(uint32_t stream, uint64_t cells) {
@@ -642,10 +643,15 @@ const KvAccess &KvStore::access(const ggml_cgraph *graph) {
     return accesses_.of(graph, access_of);
 }
 
-bool KvStore::prepare(const KvAccess &a) {
+bool KvStore::keep_together(const KvAccess &a) {
+    bool more = false;
     for (KvBlock *b : a.together) {
-        b->stays = true;
+        more = !std::exchange(b->stays, true) || more;
     }
+    return more;
+}
+
+bool KvStore::prepare(const KvAccess &a) {
     for (const auto &w : a.wants) {
         for (int64_t s = w.stream0; s < w.stream0 + w.streams; s++) {
             int64_t &used = w.group->used[(size_t)s], &written = w.group->written[(size_t)s];

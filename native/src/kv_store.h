@@ -49,6 +49,8 @@ class KvStore {
 
     // What a graph reads and writes. Valid as in LatestGraphs.
     const KvAccess &access(const ggml_cgraph *graph);
+    // Blocks that one node needs stay in VRAM from now on. Whether there are new ones: then the floor has risen.
+    bool keep_together(const KvAccess &access);
     // Makes room for it, and tells the device where its rows lie.
     bool prepare(const KvAccess &access);
 

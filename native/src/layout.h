@@ -105,9 +105,9 @@ Layout lay_out(const std::vector<WeightShape> &weights, LayoutSizes sizes, uint3
 // own. Returns the size of each slab. The resident set is a prefix of the slabs and therefore a prefix of the ladder.
 std::vector<size_t> pack_slabs(std::vector<Piece> &pieces, size_t slab_bytes);
 
-// VRAM for the KV cache: in the window at least, and when all of it is in VRAM.
+// VRAM for the KV cache: for the window and the blocks that stay, and when all of it is in VRAM.
 struct KvNeed {
-    uint64_t window = 0, whole = 0;
+    uint64_t least = 0, whole = 0;
 };
 
 // VRAM that neither placement nor the context in use changes. `buffers` are llama.cpp's compute buffers and whatever else it
@@ -116,7 +116,7 @@ uint64_t fixed_bytes(const Layout &layout, uint64_t overhead, const std::vector<
 
 // The smallest budget, and the one with which everything is resident.
 inline uint64_t floor_bytes(const Layout &layout, uint64_t fixed, const KvNeed &kv) {
-    return fixed + kv.window + layout.least_weights();
+    return fixed + kv.least + layout.least_weights();
 }
 inline uint64_t full_bytes(const Layout &layout, uint64_t fixed, const KvNeed &kv) {
     return fixed + kv.whole + layout.slabs_total;

@@ -181,7 +181,7 @@ TEST(kv_is_counted_by_layer) {
     const KvShape half = {GGML_TYPE_F16, 128, 1024, 3}, state = {GGML_TYPE_F32, 1000, 3, 1};
     const KvBytes kv = kv_bytes({{0, half, 1}, {0, half, 1}, {1, half, 700}, {2, state, 1}}, 1);
     const size_t row = 128 * 2;
-    CHECK(kv.need.window == 2 * 1024 * 3 * row);
+    CHECK(kv.need.least == 2 * 1024 * 3 * row);
     CHECK(kv.need.whole == 3 * 1024 * 3 * row + align_up(3 * 4000));
     CHECK(kv.used == (2 * 256 + 768) * 3 * row + align_up(3 * 4000));
     CHECK(kv_bytes({{0, half, 1}}, 2 << 20).need.whole == 2 << 20);

@@ -182,7 +182,7 @@ def test_room_for_no_ring_is_refused() -> None:
         layout.fit(layout.min_ring_bytes - 1, 0)
 
 
-@pytest.mark.parametrize("name", tiny_models.ARCHS)
+@pytest.mark.parametrize("name", sorted({*tiny_models.ARCHS} - {"deepseek4"}))  # compressed caches are not estimated
 def test_tiny_models(name: str, tiny_model: Callable[[str], Path]) -> None:
     check(load(tiny_model(name), 0.5))
 

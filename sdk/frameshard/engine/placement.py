@@ -194,14 +194,21 @@ class Placement:
         decode_bytes = whole(0)
         if decode_bytes > floor_bytes:
             self.device.set_floor_graphs(decode_bytes)
-            stats = self.device.stats()
-            floor_bytes = stats.floor_graph_bytes
-            if stats.budget_bytes < stats.floor_bytes:
-                raise below_floor(stats.budget_bytes, stats.floor_bytes)
+            floor_bytes = self.device.stats().floor_graph_bytes
+            self.require_floor()
         graphs = ((n_tokens, whole(n_tokens)) for n_tokens in sizes)
         self._steps = Steps(
             0, floor_bytes, tuple((n, size + int(share * max(size - floor_bytes, 0))) for n, size in graphs)
         )
+
+    def require_floor(self) -> None:
+        """Graphs may raise the floor: from one the device learns which keys and values must stay in VRAM.
+
+        :raises BudgetBelowFloor: the floor is above the budget now.
+        """
+        stats = self.device.stats()
+        if stats.budget_bytes < stats.floor_bytes:
+            raise below_floor(stats.budget_bytes, stats.floor_bytes)
 
     def _commit(self) -> None:
         try:

@@ -149,7 +149,12 @@ class Runtime:
         if self.placement is not None:
             sizes = step_sizes(self.floor_step, self.n_ubatch)
             self.placement.start(llama, self._lengths, sizes, self._graph_bytes)
-        self._warm_up()
+        try:
+            self._warm_up()
+        except OutOfMemory:
+            if self.placement is not None:
+                self.placement.require_floor()
+            raise
         for name, file in files.items():
             with _blaming(name):
                 self.load_adapter(name, file, spare=False)
