@@ -495,6 +495,51 @@ def _rwkv7(file: _File) -> None:
         file.matrix(f"blk.{i}.channel_mix_value", 768, n_embd)
 
 
+def _kimi_linear(file: _File) -> None:
+    n_head, dim, kv_lora, rope, nope, value = 2, 128, 128, 32, 64, 64
+    n_kv = [0, 1] * (file.n_layer // 2)
+    file.dense_and_experts_keys()
+    file.key("expert_gating_func", 2)
+    file.key("attention.head_count", [n_head] * file.n_layer)
+    file.key("attention.head_count_kv", n_kv)
+    file.key("attention.kv_lora_rank", kv_lora)
+    file.key("attention.key_length", kv_lora + rope)
+    file.key("attention.value_length", kv_lora)
+    file.key("attention.key_length_mla", nope + rope)
+    file.key("attention.value_length_mla", value)
+    file.key("rope.dimension_count", rope)
+    file.key("ssm.conv_kernel", 4)
+    file.key("kda.head_dim", dim)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        if n_kv[i]:
+            file.matrix(f"blk.{i}.attn_q", file.n_embd, n_head * (nope + rope))
+            file.matrix(f"blk.{i}.attn_kv_a_mqa", file.n_embd, kv_lora + rope)
+            file.vector(f"blk.{i}.attn_kv_a_norm.weight", kv_lora)
+            file.matrix(f"blk.{i}.attn_k_b", nope, kv_lora, n_head)
+            file.matrix(f"blk.{i}.attn_v_b", kv_lora, value, n_head)
+            file.matrix(f"blk.{i}.attn_output", n_head * value, file.n_embd)
+        else:
+            for name in "qkv":
+                file.matrix(f"blk.{i}.attn_{name}", file.n_embd, n_head * dim)
+                file.vector(f"blk.{i}.ssm_conv1d_{name}.weight", 4, 1, n_head * dim, mean=0.0, spread=0.5)
+            file.vector(f"blk.{i}.ssm_a", 1, n_head, mean=-1.0)
+            file.vector(f"blk.{i}.ssm_dt.bias", n_head * dim, mean=-2.0, spread=1.0)
+            for name in "fg":
+                file.matrix(f"blk.{i}.ssm_{name}_a", file.n_embd, dim)
+                file.matrix(f"blk.{i}.ssm_{name}_b", dim, n_head * dim)
+            file.matrix(f"blk.{i}.ssm_beta", file.n_embd, n_head, kind="F32")
+            file.vector(f"blk.{i}.ssm_norm.weight", dim)
+            file.matrix(f"blk.{i}.attn_output", n_head * dim, file.n_embd)
+        if i == 0:
+            file.ffn(i, 512)
+            continue
+        file.experts(i, 8, 160, kind="F16")
+        file.vector(f"blk.{i}.exp_probs_b.bias", 8, mean=0.0)
+        file.shared_expert(i, 160)
+
+
 def _lfm2(file: _File) -> None:
     n_kv = [0, 2] * (file.n_layer // 2)
     file.key("feed_forward_length", 512)
@@ -551,6 +596,7 @@ ARCHS: dict[str, Tiny] = {
     "gemma4": Tiny("layers that share the KV cache of others, embeddings by layer", "gemma4", 6, 256, _gemma4),
     "mamba2": Tiny("recurrent, state space", "mamba2", 4, 256, _mamba2),
     "rwkv7": Tiny("recurrent, linear attention", "rwkv7", 4, 256, _rwkv7),
+    "kimi-linear": Tiny("hybrid: linear and latent attention in turns", "kimi-linear", 4, 256, _kimi_linear),
     "lfm2": Tiny("hybrid: convolutions and attention in turns", "lfm2", 4, 256, _lfm2),
     "falcon-h1": Tiny("hybrid: state space and attention in each layer", "falcon-h1", 4, 256, _falcon_h1),
 }

@@ -71,3 +71,11 @@ def test_cuda_starts_no_kernel_early_for_models_with_embeddings_by_layer(
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     # llama.cpp's own programs, which are compared with, start as they would without us.
     assert ran.stdout.split() == ["None" if arch == "gemma3" else "0", "None"], ran.stderr
+
+
+def test_three_sequences_with_steps_that_are_no_multiple_of_three(tiny_model: Callable[[str], Path]) -> None:
+    """llama.cpp aborts with this model when it lays out such a step."""
+    with engine(tiny_model("kimi-linear"), device="cpu", n_ctx=1024, n_parallel=3, n_ubatch=32) as running:
+        jobs = [running.submit(PROMPT, params=PARAMS) for _ in range(3)]
+        ended = running.finish(*jobs)
+        assert [ended[job][-1]["ev"] for job in jobs] == ["done"] * 3

@@ -156,8 +156,12 @@ class Llama:
         params = llama_cpp.llama_context_default_params()
         # Each sequence gets whole pages, because llama.cpp divides n_ctx by the number of sequences and rounds.
         params.n_ctx = -(-config.n_ctx // KV_PAGE) * KV_PAGE * config.n_parallel
-        params.n_batch = config.n_ubatch
-        params.n_ubatch = config.n_ubatch
+        n_ubatch = config.n_ubatch
+        if not self.can_trim:
+            # llama.cpp lays out a graph with as many tokens of each sequence, and some hybrid models abort in it if the
+            # largest batch is no multiple (Kimi Linear, MiniMax-01).
+            n_ubatch = max(n_ubatch - n_ubatch % config.n_parallel, config.n_parallel)
+        params.n_batch = params.n_ubatch = n_ubatch
         params.n_seq_max = config.n_parallel
         params.type_k = params.type_v = KV_TYPES[config.kv_type]
         params.n_outputs_max = n_outputs_max
