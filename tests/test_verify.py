@@ -87,6 +87,26 @@ def test_every_kind_of_architecture(tiny_model: Callable[[str], Path], name: str
     check(rows, agrees_with_stock=name not in QUANTISED)
 
 
+SAVE = """
+import sys
+from frameshard import cpu
+cpu.check()
+import llama_cpp
+params = llama_cpp.llama_model_default_params()
+params.use_extra_bufts = False  # else it saves weights in an order for this CPU
+model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), params)
+llama_cpp.llama_model_save_to_file(model, sys.argv[2].encode())
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "kimi-linear"])
+def test_a_file_that_llama_cpp_has_saved(tiny_model: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    """It has all keys that llama.cpp knows, with 0 or infinity where the model has no such value."""
+    saved = tmp_path / f"{name}.gguf"
+    subprocess.run([sys.executable, "-c", SAVE, str(tiny_model(name)), str(saved)], check=True, timeout=60)
+    check(rows_of(verify(saved, "floor")), agrees_with_stock=name not in QUANTISED)
+
+
 def test_what_agrees_with_stock() -> None:
     """Either nearly the same answers, or no more difference than rounding makes."""
     same = {"top1_agreement": 0.98, "perplexity": 85.9, "perplexity_ref": 85.6, "kl": 0.004}

@@ -98,6 +98,8 @@ def check_numbers(metadata: Mapping[str, Value], arch: str) -> None:
     for key, value in metadata.items():
         if key.startswith(f"{arch}."):
             numbers = value if isinstance(value, tuple) else (value,)
+            # llama.cpp writes this bound into every file that it saves, as -inf where there is none.
+            numbers = () if key == f"{arch}.kda.gate_lower_bound" and value == -math.inf else numbers
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 wrong(f"{key} is {value}")
             if key.endswith("_epsilon") and not (isinstance(value, float) and value >= 0):
@@ -186,6 +188,8 @@ def check_heads(
     if arch in _GATED and inner != n_state * n_value_heads:
         wrong(f"{arch}.ssm.inner_size is {inner}, not {n_value_heads} heads of {n_state} values")
     head_size = whole(metadata, f"{arch}.wkv.head_size", 1)
+    if head_size == 0 and "rwkv" not in arch:
+        head_size = 1  # llama.cpp writes 0 into the files of all others that it saves
     if head_size < 1 or n_embd % head_size:
         wrong(f"{arch}.wkv.head_size is {head_size}, which does not divide an embedding of {n_embd}")
 
