@@ -29,7 +29,8 @@ inline int64_t cells_to_hold(int64_t used, int64_t cells) {
 
 // Storage of one tensor for so many cells and streams; a block's tensors lie one after the other.
 inline size_t kv_tensor_bytes(const KvShape &t, int64_t cells, int64_t streams) {
-    return align_up(device_bytes(t.type, t.row, ggml_row_size(t.type, t.row) * (size_t)(cells * streams)));
+    const size_t bytes = ggml_row_size(t.type, t.row) * (size_t)(cells * streams);
+    return bytes > 0 ? align_up(device_bytes(t.type, t.row, bytes)) : 0; // padding alone is no storage
 }
 
 // A tensor of a layer, and how many of its cells are in use in each stream.

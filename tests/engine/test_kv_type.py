@@ -79,6 +79,21 @@ def test_a_conversation_survives_a_shrink_parking_and_hibernating(deep_model: Pa
     trio.run(main)
 
 
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_an_idle_sidecar_shrinks_to_its_floor(model_path: Path, kv_type: str) -> None:
+    """Where no sequence has cells, there is nothing to give back: the padding of quantised rows counted as storage."""
+
+    async def main() -> None:
+        options = {"n_ctx": 512, "n_parallel": 3, "n_threads": 1, "kv_type": kv_type}
+        with trio.fail_after(120):
+            async with frameshard.launch(model_path, device="emulated", log=subprocess.DEVNULL, **options) as client:
+                floor_bytes = (await client.caps_and_requirements()).floor_bytes
+                await client.set_budget(floor_bytes / MIB, timeout_s=20)
+                assert (await client.stats()).engine["used_bytes"] <= floor_bytes
+
+    trio.run(main)
+
+
 def test_what_llama_cpp_would_refuse_is_said_beforehand(model_path: Path) -> None:
     model = read_model(model_path)
     for kv_type in ("f16", "q8_0", "q4_0"):

@@ -185,6 +185,8 @@ TEST(kv_is_counted_by_layer) {
     CHECK(kv.need.whole == 3 * 1024 * 3 * row + align_up(3 * 4000));
     CHECK(kv.used == (2 * 256 + 768) * 3 * row + align_up(3 * 4000));
     CHECK(kv_bytes({{0, half, 1}}, 2 << 20).need.whole == 2 << 20);
+    const KvShape padded = {GGML_TYPE_Q8_0, 192, 1024, 3};
+    CHECK(kv_tensor_bytes(padded, 1, 1) > ggml_row_size(padded.type, padded.row) && kv_tensor_bytes(padded, 0, 0) == 0);
     CHECK(cells_to_hold(0, 1024) == 0 && cells_to_hold(1, 100) == 100 && cells_to_hold(4096, 9000) == 4096);
     CHECK(cells_to_hold(8193, 1 << 20) == 9216);
 }
