@@ -18,7 +18,7 @@ C_CODE = $(shell find native bindings/c bindings/godot tests -name '*.h' -o -nam
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON \
   "-DFRAMESHARD_GPU_MODULES=$$(cat $(VENV)/gpu_modules)"
 
-.PHONY: help build demo test lint generate bindings packages windows vulkan vulkan-tests fuzz hostile sanitize soak vision clean
+.PHONY: help build demo test lint generate bindings packages windows vulkan vulkan-tests architectures fuzz hostile sanitize soak vision clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -83,6 +83,18 @@ vulkan-tests: $(VENV)/installed
 	cmake --build build/native-vulkan
 	ctest --test-dir build/native-vulkan --output-on-failure
 	FRAMESHARD_VULKAN=Vulkan0 $(BIN)/python -m pytest tests/test_vulkan.py
+
+# llama.cpp's own test of architectures, built from the pinned source, saves the models.
+ARCHITECTURES = build/architectures
+architectures: $(VENV)/installed ## every architecture that llama.cpp can save a model of, against llama.cpp
+	[ -d $(ARCHITECTURES)/source ] || $(BIN)/python native/tools/headers.py --source $(ARCHITECTURES)/source
+	cmake -S $(ARCHITECTURES)/source/vendor/llama.cpp -B $(ARCHITECTURES)/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF \
+	  -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_MTMD=OFF -DLLAMA_OPENSSL=OFF
+	ninja -C $(ARCHITECTURES)/build test-llama-archs
+	mkdir -p $(ARCHITECTURES)/models
+	$(ARCHITECTURES)/build/bin/test-llama-archs --seed 1 --out $(ARCHITECTURES)/models
+	FRAMESHARD_ARCHITECTURES=$(CURDIR)/$(ARCHITECTURES)/models $(BIN)/python -m pytest -n 2 tests/test_every_architecture.py
 
 FUZZ_S ?= 600
 fuzz: $(VENV)/installed ## libFuzzer on what the C client reads, FUZZ_S seconds (600); needs clang
