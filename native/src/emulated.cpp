@@ -391,17 +391,28 @@ bool each_expert_once(const ggml_cgraph *graph) {
     return true;
 }
 
-// Whether views lie where the tensors that they are views of, and their offsets say. ggml-vulkan goes by these, and by no
-// view's own address.
-bool views_in_place(const ggml_cgraph *graph) {
-    const auto in_place = [](const ggml_tensor *t) {
-        return t == nullptr || t->view_src == nullptr || t->data == nullptr ||
-               t->data == static_cast<const char *>(t->view_src->data) + t->view_offs;
-    };
+// Whether tensors lie in their buffers, and views where the tensors that they are views of, and their offsets say. ggml-vulkan
+// goes by these, and by no view's own address.
+bool in_place(const ggml_tensor *t) {
+    if (t == nullptr || t->data == nullptr) {
+        return true;
+    }
+    if (t->view_src != nullptr && t->data != static_cast<const char *>(t->view_src->data) + t->view_offs) {
+        return false;
+    }
+    if (t->buffer == nullptr) { // host memory that kernels read
+        return true;
+    }
+    const char *data = static_cast<const char *>(t->data), *base = static_cast<const char *>(t->buffer->context);
+    return base <= data && data + ggml_nbytes(t) <= base + t->buffer->size;
+}
+
+bool all_in_place(const ggml_cgraph *graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor *node = graph->nodes[i];
         if (!in_place(node) || !std::all_of(std::begin(node->src), std::end(node->src), in_place)) {
-            GGML_LOG_ERROR("emulated device: '%s' has a view in another place than its tensor\n", node->name);
+            GGML_LOG_ERROR("emulated device: '%s' or a source of it is not where its buffer and offset say\n",
+                           node->name);
             return false;
         }
     }
@@ -422,7 +433,7 @@ void Stream::compute(ggml_cgraph *graph, uint32_t hang_ms) {
         cpu_threads = threads;
     }
     declare_accesses(graph);
-    const bool valid = each_expert_once(graph) && views_in_place(graph);
+    const bool valid = each_expert_once(graph) && all_in_place(graph);
     if (cpu == nullptr || !valid || ggml_backend_graph_compute(cpu, graph) != GGML_STATUS_SUCCESS) {
         device.lost.store(true);
     }
