@@ -463,6 +463,40 @@ def _mamba2(file: _File) -> None:
         file.mamba2(i, 512, 64, 8)
 
 
+def _rwkv6(file: _File) -> None:
+    n_embd, lora, decay, head, n_ff = file.n_embd, 64, 128, 64, 512
+    file.key("feed_forward_length", n_ff)
+    file.key("attention.head_count", 0)
+    file.key("attention.layer_norm_epsilon", 1e-5)
+    file.key("wkv.head_size", head)
+    file.key("time_mix_extra_dim", lora)
+    file.key("time_decay_extra_dim", decay)
+    file.key("rescale_every_n_layers", 2)
+    file.head()
+    for name in ("output_norm", "token_embd_norm"):
+        file.vector(f"{name}.bias", n_embd, mean=0.0)
+    file.vector("token_embd_norm.weight", n_embd)
+    for i in range(file.n_layer):
+        for name in ("attn_norm", "attn_norm_2", "time_mix_ln"):
+            file.vector(f"blk.{i}.{name}.weight", n_embd)
+            file.vector(f"blk.{i}.{name}.bias", n_embd, mean=0.0)
+        file.matrix(f"blk.{i}.time_mix_w1", n_embd, 5 * lora)
+        file.matrix(f"blk.{i}.time_mix_w2", lora, n_embd, 5)
+        file.vector(f"blk.{i}.time_mix_lerp_x.weight", n_embd, mean=0.5)
+        file.vector(f"blk.{i}.time_mix_lerp_fused.weight", n_embd, 1, 1, 5, mean=0.5)
+        file.vector(f"blk.{i}.time_mix_first.weight", head, n_embd // head, mean=0.0)
+        file.vector(f"blk.{i}.time_mix_decay.weight", n_embd, mean=0.0, spread=0.5)
+        file.matrix(f"blk.{i}.time_mix_decay_w1", n_embd, decay)
+        file.matrix(f"blk.{i}.time_mix_decay_w2", decay, n_embd)
+        for name in ("key", "value", "receptance", "gate", "output"):
+            file.matrix(f"blk.{i}.time_mix_{name}", n_embd, n_embd)
+        for name in "kr":
+            file.vector(f"blk.{i}.channel_mix_lerp_{name}.weight", n_embd, 1, 1, mean=0.5)
+        file.matrix(f"blk.{i}.channel_mix_key", n_embd, n_ff)
+        file.matrix(f"blk.{i}.channel_mix_value", n_ff, n_embd)
+        file.matrix(f"blk.{i}.channel_mix_receptance", n_embd, n_embd)
+
+
 def _rwkv7(file: _File) -> None:
     n_embd, lora = file.n_embd, 64
     file.key("feed_forward_length", 768)
@@ -595,6 +629,7 @@ ARCHS: dict[str, Tiny] = {
     "gemma3": Tiny("sliding window on every other layer, tied embedding", "gemma3", 4, 256, _gemma3),
     "gemma4": Tiny("layers that share the KV cache of others, embeddings by layer", "gemma4", 6, 256, _gemma4),
     "mamba2": Tiny("recurrent, state space", "mamba2", 4, 256, _mamba2),
+    "rwkv6": Tiny("recurrent, products with weights in another shape", "rwkv6", 4, 256, _rwkv6),
     "rwkv7": Tiny("recurrent, linear attention", "rwkv7", 4, 256, _rwkv7),
     "kimi-linear": Tiny("hybrid: linear and latent attention in turns", "kimi-linear", 4, 256, _kimi_linear),
     "lfm2": Tiny("hybrid: convolutions and attention in turns", "lfm2", 4, 256, _lfm2),

@@ -809,6 +809,7 @@ void Compiler::stage(const Segment &seg, size_t at) {
             const Buffer *b = src ? buffer_of(root_of(src)) : nullptr;
             if (b && b->weights) {
                 shadows.erase(src);
+                shadows.erase(root_of(src)); // of a view, the tensor that it is a view of
             }
         }
     }
