@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,11 @@ async def test_limits(encoder_path: Path) -> None:
         with pytest.raises(errors.Unsupported, match="launch it with embedder=PATH"):
             await client.embed(["a"])
         assert (await client.model_info()).embedder == ""
+
+
+@in_trio
+async def test_an_encoder_is_no_language_model(encoder_path: Path) -> None:
+    """llama.cpp would draw tokens from it, and end the engine at a prompt of several steps."""
+    with pytest.raises(errors.Unsupported, match="launch option embedder"):
+        async with frameshard.launch(encoder_path, device="cpu", log=subprocess.DEVNULL):
+            pytest.fail("it was launched")

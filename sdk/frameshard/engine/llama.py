@@ -51,6 +51,13 @@ class StepTooLarge(DecodeAborted):
     The sequences are as after :class:`DecodeAborted`."""
 
 
+def _embeds(model: Model) -> bool:
+    """Whether a model's tokens attend to those behind them, so that it can embed a text but not continue one. llama.cpp
+    would draw tokens from it, and abort at a prompt of several steps."""
+    by_arch = "bert" in model.arch or model.arch in ("gemma-embedding", "llama-embed")
+    return by_arch or model.metadata.get(f"{model.arch}.attention.causal") is False
+
+
 @dataclass(frozen=True)
 class Rows:
     """A part of a decode batch.
@@ -101,6 +108,11 @@ class Llama:
     ) -> None:
         self._context: Any = None
         self._devices = devices  # kept alive, because llama.cpp keeps the pointer
+        if _embeds(model):
+            raise Unsupported(
+                f"{model.path.name} embeds text and does not generate it: name it with the launch option embedder",
+                arch=model.arch,
+            )
         params = llama_cpp.llama_model_default_params()
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
         if cpu.must_avoid_amx():
