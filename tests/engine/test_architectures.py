@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 from engine_driver import EngineProcess, engine, ids, text
 
 import tiny_models
+from frameshard.errors import Unsupported
+from frameshard.plan.memory import check_parallel
+from frameshard.plan.model import read_model
 
 PROMPT = "abc def ghi jkl mno pqr stu vwx yz. " * 3
 PARAMS = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
@@ -79,3 +83,12 @@ def test_three_sequences_with_steps_that_are_no_multiple_of_three(tiny_model: Ca
         jobs = [running.submit(PROMPT, params=PARAMS) for _ in range(3)]
         ended = running.finish(*jobs)
         assert [ended[job][-1]["ev"] for job in jobs] == ["done"] * 3
+
+
+def test_sequences_whose_states_llama_cpp_mixes_up_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    llama = read_model(tiny_model("llama"))
+    check_parallel(llama, 64)
+    plamo = dataclasses.replace(llama, arch="plamo2")
+    check_parallel(plamo, 2)
+    with pytest.raises(Unsupported, match="n_parallel 2"):
+        check_parallel(plamo, 3)

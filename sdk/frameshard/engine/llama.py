@@ -108,11 +108,6 @@ class Llama:
     ) -> None:
         self._context: Any = None
         self._devices = devices  # kept alive, because llama.cpp keeps the pointer
-        if _embeds(model):
-            raise Unsupported(
-                f"{model.path.name} embeds text and does not generate it: name it with the launch option embedder",
-                arch=model.arch,
-            )
         params = llama_cpp.llama_model_default_params()
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
         if cpu.must_avoid_amx():
@@ -132,6 +127,12 @@ class Llama:
         ):
             self.close()
             raise Unsupported("this model does not generate text token by token", arch=model.arch)
+        if _embeds(model):
+            self.close()
+            raise Unsupported(
+                f"{model.path.name} embeds text and does not generate it: name it with the launch option embedder",
+                arch=model.arch,
+            )
 
     @property
     def model(self) -> Any:

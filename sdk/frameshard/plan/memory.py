@@ -26,8 +26,24 @@ _LIVE = 1.3
 # How much more a graph takes than in a layout of its own: llama.cpp lays its compute buffer out for the largest graph,
 # in which the tensors of a smaller one share less memory. Measured: 1.55 with minitron-8b, 1.0 with qwen3-30b-a3b.
 _SPREAD = 1.3
+# llama.cpp at our pin writes the states of further sequences into the cells of others, and aborts where there are none.
+_MOST_SEQUENCES = {"plamo2": 2}
 DRIVER_BYTES = 512 << 20
 """The approximate VRAM of a GPU's driver context and libraries. A running engine measures it."""
+
+
+def check_parallel(model: Model, n_parallel: int) -> None:
+    """Checks that llama.cpp keeps the recurrent states of so many sequences apart.
+
+    :raises Unsupported: it does not.
+    """
+    most = _MOST_SEQUENCES.get(model.arch, n_parallel)
+    if n_parallel > most:
+        raise Unsupported(
+            f"llama.cpp mixes up the states of more than {most} sequences of {model.arch}: load this model with"
+            f" n_parallel {most}",
+            n_parallel=most,
+        )
 
 
 def check_kv_type(model: Model, kv_type: KvType) -> None:
