@@ -14,7 +14,7 @@ from engine_driver import EngineProcess, engine, ids, text
 
 import tiny_models
 from frameshard.errors import Unsupported
-from frameshard.plan.memory import check_parallel
+from frameshard.plan.memory import check_sequences
 from frameshard.plan.model import read_model
 
 PROMPT = "abc def ghi jkl mno pqr stu vwx yz. " * 3
@@ -85,10 +85,12 @@ def test_three_sequences_with_steps_that_are_no_multiple_of_three(tiny_model: Ca
         assert [ended[job][-1]["ev"] for job in jobs] == ["done"] * 3
 
 
-def test_sequences_whose_states_llama_cpp_mixes_up_are_refused(tiny_model: Callable[[str], Path]) -> None:
+def test_models_that_llama_cpp_mixes_up_are_refused(tiny_model: Callable[[str], Path]) -> None:
     llama = read_model(tiny_model("llama"))
-    check_parallel(llama, 64)
+    check_sequences(llama, 64)
     plamo = dataclasses.replace(llama, arch="plamo2")
-    check_parallel(plamo, 2)
+    check_sequences(plamo, 2)
     with pytest.raises(Unsupported, match="n_parallel 2"):
-        check_parallel(plamo, 3)
+        check_sequences(plamo, 3)
+    with pytest.raises(Unsupported, match="logits of other tokens"):
+        check_sequences(dataclasses.replace(llama, arch="cogvlm"), 1)

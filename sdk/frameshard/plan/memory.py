@@ -26,18 +26,21 @@ _LIVE = 1.3
 # How much more a graph takes than in a layout of its own: llama.cpp lays its compute buffer out for the largest graph,
 # in which the tensors of a smaller one share less memory. Measured: 1.55 with minitron-8b, 1.0 with qwen3-30b-a3b.
 _SPREAD = 1.3
-# llama.cpp at our pin writes the states of further sequences into the cells of others, and aborts where there are none.
-_MOST_SEQUENCES = {"plamo2": 2}
+# llama.cpp at our pin writes states of further sequences of PLaMo 2 into the cells of others, and aborts where there
+# are none. CogVLM computes logits of all tokens, and those of the first ones are returned.
+_MOST_SEQUENCES = {"plamo2": 2, "cogvlm": 0}
 DRIVER_BYTES = 512 << 20
 """The approximate VRAM of a GPU's driver context and libraries. A running engine measures it."""
 
 
-def check_parallel(model: Model, n_parallel: int) -> None:
-    """Checks that llama.cpp keeps the recurrent states of so many sequences apart.
+def check_sequences(model: Model, n_parallel: int) -> None:
+    """Checks that llama.cpp gives each of so many sequences its own results.
 
     :raises Unsupported: it does not.
     """
     most = _MOST_SEQUENCES.get(model.arch, n_parallel)
+    if most == 0:
+        raise Unsupported(f"llama.cpp returns logits of other tokens than were asked for with {model.arch} models")
     if n_parallel > most:
         raise Unsupported(
             f"llama.cpp mixes up the states of more than {most} sequences of {model.arch}: load this model with"
