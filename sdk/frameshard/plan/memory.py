@@ -40,7 +40,9 @@ def check_sequences(model: Model, n_parallel: int) -> None:
     """
     most = _MOST_SEQUENCES.get(model.arch, n_parallel)
     if most == 0:
-        raise Unsupported(f"llama.cpp returns logits of other tokens than were asked for with {model.arch} models")
+        raise Unsupported(
+            f"llama.cpp returns logits of other tokens than were asked for with {model.arch}: take another model"
+        )
     if n_parallel > most:
         raise Unsupported(
             f"llama.cpp mixes up the states of more than {most} sequences of {model.arch}: load this model with"
