@@ -114,6 +114,23 @@ class _File:
             for name, n in (("q", n_head), ("k", n_kv), ("v", n_kv)):
                 self.vector(f"blk.{i}.attn_{name}.bias", n * dim, mean=0.0)
 
+    def latent_attention_keys(self, kv_lora: int, rope: int, nope: int, value: int) -> None:
+        """Keys and values of a token are computed from ``kv_lora`` latent values; ``rope`` of a key's are rotated."""
+        self.key("attention.kv_lora_rank", kv_lora)
+        self.key("attention.key_length", kv_lora + rope)
+        self.key("attention.value_length", kv_lora)
+        self.key("attention.key_length_mla", nope + rope)
+        self.key("attention.value_length_mla", value)
+        self.key("rope.dimension_count", rope)
+
+    def latent_attention(self, i: int, n_head: int, kv_lora: int, rope: int, nope: int, value: int) -> None:
+        """All of it but the queries."""
+        self.matrix(f"blk.{i}.attn_kv_a_mqa", self.n_embd, kv_lora + rope)
+        self.vector(f"blk.{i}.attn_kv_a_norm.weight", kv_lora)
+        self.matrix(f"blk.{i}.attn_k_b", nope, kv_lora, n_head)
+        self.matrix(f"blk.{i}.attn_v_b", kv_lora, value, n_head)
+        self.matrix(f"blk.{i}.attn_output", n_head * value, self.n_embd)
+
     def ffn(self, i: int, n_ff: int, *, kind: str = "F16") -> None:
         self.matrix(f"blk.{i}.ffn_gate", self.n_embd, n_ff, kind=kind)
         self.matrix(f"blk.{i}.ffn_up", self.n_embd, n_ff, kind=kind)
@@ -204,12 +221,7 @@ def _deepseek2(file: _File) -> None:
     file.key("attention.head_count", n_head)
     file.key("attention.head_count_kv", 1)
     file.key("attention.q_lora_rank", q_lora)
-    file.key("attention.kv_lora_rank", kv_lora)
-    file.key("attention.key_length", kv_lora + rope)
-    file.key("attention.value_length", kv_lora)
-    file.key("attention.key_length_mla", nope + rope)
-    file.key("attention.value_length_mla", value)
-    file.key("rope.dimension_count", rope)
+    file.latent_attention_keys(kv_lora, rope, nope, value)
     file.key("rope.freq_base", 10000.0)
     file.head()
     for i in range(file.n_layer):
@@ -217,11 +229,7 @@ def _deepseek2(file: _File) -> None:
         file.matrix(f"blk.{i}.attn_q_a", file.n_embd, q_lora)
         file.vector(f"blk.{i}.attn_q_a_norm.weight", q_lora)
         file.matrix(f"blk.{i}.attn_q_b", q_lora, n_head * (nope + rope))
-        file.matrix(f"blk.{i}.attn_kv_a_mqa", file.n_embd, kv_lora + rope)
-        file.vector(f"blk.{i}.attn_kv_a_norm.weight", kv_lora)
-        file.matrix(f"blk.{i}.attn_k_b", nope, kv_lora, n_head)
-        file.matrix(f"blk.{i}.attn_v_b", kv_lora, value, n_head)
-        file.matrix(f"blk.{i}.attn_output", n_head * value, file.n_embd)
+        file.latent_attention(i, n_head, kv_lora, rope, nope, value)
         if i == 0:
             file.ffn(i, 512)
             continue
@@ -536,12 +544,7 @@ def _kimi_linear(file: _File) -> None:
     file.key("expert_gating_func", 2)
     file.key("attention.head_count", [n_head] * file.n_layer)
     file.key("attention.head_count_kv", n_kv)
-    file.key("attention.kv_lora_rank", kv_lora)
-    file.key("attention.key_length", kv_lora + rope)
-    file.key("attention.value_length", kv_lora)
-    file.key("attention.key_length_mla", nope + rope)
-    file.key("attention.value_length_mla", value)
-    file.key("rope.dimension_count", rope)
+    file.latent_attention_keys(kv_lora, rope, nope, value)
     file.key("ssm.conv_kernel", 4)
     file.key("kda.head_dim", dim)
     file.head()
@@ -549,11 +552,7 @@ def _kimi_linear(file: _File) -> None:
         file.norms(i, "attn_norm", "ffn_norm")
         if n_kv[i]:
             file.matrix(f"blk.{i}.attn_q", file.n_embd, n_head * (nope + rope))
-            file.matrix(f"blk.{i}.attn_kv_a_mqa", file.n_embd, kv_lora + rope)
-            file.vector(f"blk.{i}.attn_kv_a_norm.weight", kv_lora)
-            file.matrix(f"blk.{i}.attn_k_b", nope, kv_lora, n_head)
-            file.matrix(f"blk.{i}.attn_v_b", kv_lora, value, n_head)
-            file.matrix(f"blk.{i}.attn_output", n_head * value, file.n_embd)
+            file.latent_attention(i, n_head, kv_lora, rope, nope, value)
         else:
             for name in "qkv":
                 file.matrix(f"blk.{i}.attn_{name}", file.n_embd, n_head * dim)
