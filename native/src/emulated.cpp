@@ -391,6 +391,11 @@ bool each_expert_once(const ggml_cgraph *graph) {
     return true;
 }
 
+bool lies_in(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, size_t bytes) {
+    const char *base = static_cast<const char *>(buffer->context), *data = static_cast<const char *>(tensor->data);
+    return base <= data && data + bytes <= base + buffer->size;
+}
+
 // Whether tensors lie in their buffers, and views where the tensors that they are views of, and their offsets say. ggml-vulkan
 // goes by these, and by no view's own address.
 bool in_place(const ggml_tensor *t) {
@@ -400,11 +405,7 @@ bool in_place(const ggml_tensor *t) {
     if (t->view_src != nullptr && t->data != static_cast<const char *>(t->view_src->data) + t->view_offs) {
         return false;
     }
-    if (t->buffer == nullptr) { // host memory that kernels read
-        return true;
-    }
-    const char *data = static_cast<const char *>(t->data), *base = static_cast<const char *>(t->buffer->context);
-    return base <= data && data + ggml_nbytes(t) <= base + t->buffer->size;
+    return t->buffer == nullptr || lies_in(t->buffer, t, ggml_nbytes(t)); // null: host memory that kernels read
 }
 
 bool all_in_place(const ggml_cgraph *graph) {
@@ -681,12 +682,7 @@ size_t bytes_read(const ggml_tensor *node, const ggml_tensor *src) {
 // A GPU faults on host memory and past the end of its own memory; ggml-cpu would use both.
 bool is_on_device(const Emulated &d, const ggml_tensor *tensor, size_t bytes) {
     ggml_backend_buffer_t buffer = buffer_of(tensor);
-    if (buffer == nullptr || buffer->buft != &d.buft) {
-        return false;
-    }
-    const char *base = static_cast<const char *>(buffer->context);
-    const char *data = static_cast<const char *>(tensor->data);
-    return data >= base && data + bytes <= base + buffer->size;
+    return buffer != nullptr && buffer->buft == &d.buft && lies_in(buffer, tensor, bytes);
 }
 
 bool all_on_device(const Emulated &d, const ggml_cgraph *graph) {
