@@ -389,6 +389,29 @@ def _qwen35moe(file: _File) -> None:
     file.next_token(file.n_layer - 1)
 
 
+def _qwen2vl(file: _File) -> None:
+    file.key("feed_forward_length", 512)
+    file.attention_keys(4, 2, 64)
+    file.key("rope.dimension_sections", [8, 12, 12, 0])
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        file.attention(i, 4, 2, 64, biases=True)
+        file.ffn(i, 512)
+
+
+def _qwen3vl(file: _File) -> None:
+    file.key("feed_forward_length", 512)
+    file.attention_keys(6, 3, 64)
+    file.key("rope.dimension_sections", [12, 10, 10, 0])
+    file.key("n_deepstack_layers", 1)
+    file.head()
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        file.attention(i, 6, 3, 64, norms=True)
+        file.ffn(i, 512)
+
+
 def _gemma3n(file: _File) -> None:
     n_altup, per_layer, rank = 4, 256, 64  # llama.cpp knows no others
     file.key("feed_forward_length", 256)
@@ -622,6 +645,8 @@ ARCHS: dict[str, Tiny] = {
     "gpt-oss": Tiny("experts with biases in 4-bit floats, attention sinks", "gpt-oss", 4, 256, _gpt_oss),
     "glm4moe": Tiny("chosen with a bias, a last layer that is not loaded", "glm4moe", 5, 256, _glm4moe),
     "qwen35moe": Tiny("hybrid: linear and gated attention, gate and up in one", "qwen35moe", 5, 256, _qwen35moe),
+    "qwen2vl": Tiny("positions of images in three dimensions", "qwen2vl", 4, 256, _qwen2vl),
+    "qwen3vl": Tiny("images that are added behind the first layer too", "qwen3vl", 4, 256, _qwen3vl),
     "gemma3n": Tiny(
         "four states for each token, layers that share the KV cache of others", "gemma3n", 22, 256, _gemma3n
     ),

@@ -93,7 +93,7 @@ class Tiler {
     Tiler(const ggml_cgraph *graph, const std::set<const ggml_tensor *> &out, Tiling &result)
         : old(graph), outs(out), r(result) {}
 
-    bool plan(int n_threads); // false: tiling would save nothing
+    void plan(int n_threads);
     bool build(ggml_backend_buffer_type_t buft);
 
   private:
@@ -227,7 +227,7 @@ void Tiler::need(const ggml_tensor *t) {
     }
 }
 
-bool Tiler::plan(int n_threads) {
+void Tiler::plan(int n_threads) {
     for (int i = 0; i < old->n_nodes; i++) {
         const ggml_tensor *t = old->nodes[i];
         index[t] = i;
@@ -258,7 +258,6 @@ bool Tiler::plan(int n_threads) {
             seen_whole.insert(m);
         }
     }
-    return !attentions.empty() || !blocks.empty();
 }
 
 ggml_tensor *Tiler::blank(const ggml_tensor *like) {
@@ -470,7 +469,8 @@ std::unique_ptr<Tiling> Tiling::make(const ggml_cgraph *graph, const std::set<co
                                      ggml_backend_buffer_type_t buft, int n_threads) {
     auto tiling = std::make_unique<Tiling>();
     Tiler tiler(graph, out, *tiling);
-    return tiler.plan(n_threads) && tiler.build(buft) ? std::move(tiling) : nullptr;
+    tiler.plan(n_threads);
+    return tiler.build(buft) ? std::move(tiling) : nullptr;
 }
 
 Tiling::~Tiling() {

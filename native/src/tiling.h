@@ -1,6 +1,8 @@
 // Rewrites a vision tower's graph so that its large intermediate tensors are never held whole: attention whose mask shows
 // only windows is computed some queries at a time, feed-forward blocks and other products some rows at a time. How a graph
-// is cut depends on the model and the image alone, so results do not depend on the budget.
+// is cut depends on the model and the image alone, so results do not depend on the budget. Its VRAM does not depend on the
+// images before: ggml's allocator leaves a smaller image's tensors where those of a larger one were, so every graph is laid
+// out anew, also where there is nothing to cut.
 #pragma once
 
 #include "device.h"
@@ -13,7 +15,7 @@ namespace fsd {
 // released.
 class Tiling {
   public:
-    // Null when tiling would save nothing. `out` are the tensors that are read after the graph has run.
+    // Null when host memory is short. `out` are the tensors that are read after the graph has run.
     static std::unique_ptr<Tiling> make(const ggml_cgraph *graph, const std::set<const ggml_tensor *> &out,
                                         ggml_backend_buffer_type_t buft, int n_threads);
     Tiling() = default;

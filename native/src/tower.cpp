@@ -39,7 +39,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
     std::lock_guard<std::mutex> lock(t.graph_mutex);
     Buffer *c = ctx(b);
     if (c->weights) {
-        t.weights.clear(); // a tower's weights are one buffer
+        t.weights.clear(); // all buffers with weights, one for images and one for sounds, go at once
         device().host.remove_tower(c->size);
     }
     if (c->attached) {
@@ -162,7 +162,7 @@ static Traffic traffic_of(const ggml_cgraph *graph) {
         if (b && !b->weights && t->data) {
             const size_t end =
                 (size_t)((char *)t->data - b->base) + ggml_backend_buft_get_alloc_size(tower_buffer_type(), t);
-            r.extent[b] = std::max(r.extent[b], std::min(end, b->size));
+            r.extent[b] = std::max(r.extent[b], end); // Parakeet's views end behind the buffer
         }
         return b && !b->weights;
     };
@@ -244,7 +244,8 @@ static ggml_status encode(Device &t, Device &d, ggml_cgraph *graph, const Traffi
     d.drop_graphs(); // of the language model, which reads an image only when the graph before it has ended
     const uint64_t least = floor_bytes(t.weights.layout, fixed_bytes(t.weights.layout, 0, extents), {});
     {
-        const uint64_t blocks = d.ledger.used(Use::kv) - d.kv.window_bytes(); // can go to host memory
+        // All of it can go to host memory, but a window of one pane.
+        const uint64_t blocks = d.ledger.used(Use::kv) - (d.kv.n_panes() < 2 ? d.kv.window_bytes() : 0);
         d.counters.update(
             [&](fsd_stats &c) { c.image_floor_bytes = std::max(d.ledger.floor(), d.ledger.fixed() - blocks + least); });
     }

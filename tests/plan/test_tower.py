@@ -12,6 +12,7 @@ import pytest
 
 import mutants
 import tiny_audio
+import tiny_towers
 from frameshard.errors import BadModel, ModelNotFound
 from frameshard.plan.model import read_model
 from frameshard.plan.tower import read_tower
@@ -62,6 +63,46 @@ def test_bad_towers_are_refused_in_words(case: str, mmproj_path: Path, tmp_path:
     with pytest.raises(BadModel, match=says) as caught:
         read_tower(file.write(tmp_path / "bad.gguf"))
     assert caught.value.detail == {"path": str(tmp_path / "bad.gguf")}
+
+
+@pytest.mark.parametrize("name", tiny_towers.TOWERS)
+def test_every_kind_of_tower_is_read(name: str, tmp_path: Path) -> None:
+    tiny_towers.make(name, tmp_path / "tower.gguf")
+    assert read_tower(tmp_path / "tower.gguf").projector == tiny_towers.TOWERS[name].projector
+
+
+# What libmtmd would end the process at in a job, or never end: the tower, a wrong key, and what the refusal says.
+WRONG: dict[str, tuple[str, dict[str, int | list[int]], str]] = {
+    "sizes of large images": (
+        "llava_next",
+        {"image_grid_pinpoints": [112, 150]},
+        "150, which is not a number of tiles",
+    ),
+    "a size alone": ("llava_next", {"image_grid_pinpoints": [112]}, "not pairs"),
+    "window": ("youtuvl", {"window_size": 16}, "more than half of a window of 16"),
+    "patches as large as a window": ("qwen2.5vl", {"patch_size": 64}, "more than half of a window of 112"),
+    "two layers more": ("minicpmv2_6", {"block_count": 1}, "beyond the 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_numbers_are_refused_in_words(case: str, tmp_path: Path) -> None:
+    name, keys, says = WRONG[case]
+    tower = tiny_towers.TOWERS[name]
+    file = tiny_towers.TowerFile(name, tmp_path / "wrong.gguf", tower.kind, tower.projector)
+    tower.fill(file)
+    file.keys(**keys)
+    file.close()
+    with pytest.raises(BadModel, match=says):
+        read_tower(tmp_path / "wrong.gguf")
+
+
+def test_a_tower_that_speaks_is_refused(tmp_path: Path) -> None:
+    file = tiny_towers.TowerFile("speaker", tmp_path / "speaker.gguf", "audio", "pockettts_spkenc")
+    tiny_towers.TOWERS["qwen2a"].fill(file)
+    file.close()
+    with pytest.raises(BadModel, match="pockettts_spkenc, which speaks"):
+        read_tower(tmp_path / "speaker.gguf")
 
 
 def test_what_is_no_tower(tiny_model: Callable[[str], Path], mmproj_path: Path, tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Encodes pictures, for test_towers.py: python tower_driver.py MODEL MMPROJ DEVICE OUT.npz INPUT...
+
+An input is an image's size, WxH, or seconds of sound. On the shard device everything is encoded at several budgets. One
+of them is the smallest that is enough. It is a process of its own, because there is one device per process.
+
+It prints the budget that each picture needs, once per pass, and how far the peak of each pass lies above its budget.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from frameshard.engine import vision
+from frameshard.engine.runtime import Runtime
+from frameshard.engine.sounds import Sound, tone
+from frameshard.errors import BudgetBelowFloor
+from frameshard.wire.engine import EngineConfig
+
+MIB = 1 << 20
+
+
+def read(text: str) -> vision.Image | Sound:
+    if "x" not in text:
+        return tone(float(text))
+    width, height = map(int, text.split("x"))
+    pixels = np.random.default_rng(width * height).integers(0, 256, 3 * width * height, dtype=np.uint8)
+    return vision.Image(width, height, pixels.tobytes())
+
+
+def main(model: str, mmproj: str, device: str, out: str, *inputs: str) -> None:
+    vision.CACHE_BYTES = 0  # the second encode must not come from the cache
+    config = EngineConfig(model=model, mmproj=mmproj, device=device, n_ctx=1024, n_parallel=1, n_threads=1)
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    figures: dict[str, Any] = {"floors": [], "peaks": []}
+    with Runtime.load(config) as runtime:
+        tower = vision.Vision(runtime, mmproj)
+        pictures = []
+        for each in map(read, inputs):
+            parts = tower.tokenize(tower.marker, [each], add_special=True)
+            pictures += [part for part in parts if isinstance(part, vision.Picture)]
+        shards = runtime.device
+
+        def encode(name: str) -> None:
+            floors = []
+            for i, picture in enumerate(pictures):
+                tower.encode(picture)
+                assert picture.embedding is not None
+                found[f"{name} {i}"] = picture.embedding
+                floors.append(0 if shards is None else shards.stats().image_floor_bytes)
+            figures["floors"].append(floors)
+
+        encode("all")
+        if shards is not None:
+            floors = figures["floors"][0]
+            floor = max(floors)
+            for more in (0, 8):
+                shards.set_budget(floor + more * MIB, timeout_s=10)
+                shards.reset_peak()
+                encode(str(more))
+                figures["peaks"].append(shards.stats().peak_bytes - (floor + more * MIB))
+            if floor > shards.stats().floor_bytes:  # else the language model needs as much
+                shards.set_budget(floor - 1, timeout_s=10)
+                try:
+                    tower.encode(pictures[floors.index(floor)])
+                except BudgetBelowFloor as error:
+                    figures["needed"] = error.detail["floor_bytes"]
+        tower.close()
+    np.savez(out, **found)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
