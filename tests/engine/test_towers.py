@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_driver import EngineProcess, engine, ids
 
 import tiny_models
 import tiny_towers
@@ -52,3 +53,44 @@ def test_embeddings_are_those_of_libmtmd(name: str, tmp_path: Path) -> None:
     assert figures["floors"][1:] == [floors, floors]  # whatever was encoded before
     assert max(figures["peaks"]) <= 0
     assert figures.get("needed", max(floors)) == max(floors)
+
+
+def test_an_image_that_one_step_must_decode(tmp_path: Path) -> None:
+    """Gemma 3 has 16 tokens for each image here, each of which sees all others."""
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("gemma3", model)
+    tiny_towers.make("gemma3", mmproj)
+    image = {"format": "rgb", "width": 64, "height": 64, "data": bytes(3 * 64 * 64)}
+    with engine(model, mmproj=str(mmproj), device="emulated", n_ctx=512, n_ubatch=8, n_parallel=1) as child:
+        events = child.run("What is this?", images=[image])
+        assert events[-1]["ev"] == "failed"
+        assert "launch with n_ubatch=16" in events[-1]["error"]["message"]
+        assert child.run("Hello.", params={"max_tokens": 3})[-1]["ev"] == "done"
+
+
+def test_an_image_has_its_place_in_the_prompt(tmp_path: Path) -> None:
+    """DeepSeek V4's tower puts up to three tokens in front of an image, as its place needs. So the kept embedding of an
+    image does not fit another place."""
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("llama", model)
+    tiny_towers.make("deepseek4v", mmproj)
+
+    def image(width: int) -> dict[str, object]:
+        return {"format": "rgb", "width": width, "height": 150, "data": bytes(range(150)) * 3 * width}
+
+    def answer(child: EngineProcess, *widths: int) -> tuple[int, list[int]]:
+        params = {"max_tokens": 3, "seed": 1, "temperature": 4.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        events = child.run("What is this?", images=[image(width) for width in widths], params=params)
+        return events[0]["n_prompt"], ids(events)
+
+    fields: dict[str, Any] = {"device": "cpu", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "mode": "stream_only"}
+    with engine(model, mmproj=str(mmproj), **fields) as child:
+        known = answer(child, 200)
+        seen = [answer(child, width, 200) for width in (60, 130)]
+    sizes = set()
+    for width, after in zip((60, 130), seen, strict=True):
+        with engine(model, mmproj=str(mmproj), **fields) as child:
+            alone = answer(child, width)
+            assert answer(child, width, 200) == after
+            sizes.add(after[0] - alone[0])
+    assert len({*sizes, known[0]}) > 1

@@ -235,7 +235,7 @@ class Batcher:
                 outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, "all") for job, tokens in batch])
         except (DecodeAborted, ContextOverflow) as error:
             failure = error
-        except BudgetBelowFloor as error:
+        except (BudgetBelowFloor, BadArgument) as error:
             if picture is None:
                 raise
             failure = error

@@ -202,6 +202,7 @@ class RequestReader:
         pictures: dict[int, Picture] = {}
         for part in self._vision.tokenize(text, images, add_special=add_special):
             if isinstance(part, Picture):
+                self._vision.check(part)
                 pictures[len(prompt)] = part
                 prompt += part.ids
             else:

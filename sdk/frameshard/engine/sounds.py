@@ -15,6 +15,9 @@ MAX_WAV_BYTES = 8 << 20
 MAX_MP3_BYTES = 4 << 20
 """At the lowest rates of samples and bits these are about an hour, decoded to a quarter of a GiB."""
 
+MIN_SECONDS = 0.1
+"""libmtmd ends the process at shorter sounds than some towers read."""
+
 MAX_SECONDS = 600
 """A tower makes hundreds of tokens of each minute, so longer sounds do not fit into a context."""
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from frameshard import models, system
 from frameshard.engine.llama import DecodeAborted, StepTooLarge
 from frameshard.engine.runtime import STOCK, Runtime
-from frameshard.engine.sounds import MAX_SECONDS, Sound, is_sound, tone
+from frameshard.engine.sounds import MAX_SECONDS, MIN_SECONDS, Sound, is_sound, tone
 from frameshard.errors import (
     BadArgument,
     BadModel,
@@ -178,7 +178,7 @@ class Vision:
             )
         if models.locate(mmproj).n_bytes is not None:  # libmtmd opens files by their path only
             raise Unsupported("a vision tower must be a file of its own, not a part of one", path=mmproj)
-        read_tower(mmproj)
+        tower = read_tower(mmproj)
         mtmd.mtmd_helper_log_set(_log_callback, None)
         _errors.clear()
         self._runtime = runtime
@@ -207,7 +207,11 @@ class Vision:
         if not self._context:
             self.close()
             raise BadModel(f"libmtmd refuses {mmproj} for this model: {'; '.join(_errors)}", path=mmproj)
-
+        if tower.projector == "hunyuanvl" and not mtmd.mtmd_decode_use_mrope(self._context):
+            self.close()  # libmtmd would end the process at the first image
+            raise BadModel(
+                f"{mmproj} is for a model with positions in several dimensions, and this is none", path=mmproj
+            )
         self._sees = bool(mtmd.mtmd_support_vision(self._context))
 
     def _on_node(self, _tensor: object, ask: bool, _data: object) -> bool:
@@ -253,8 +257,10 @@ class Vision:
                     parts.append(_tokens(chunk))
                     continue
                 # An image may be cut into tiles. Their order depends only on its size, so the index identifies a tile.
+                # DeepSeek V4's tower puts up to three tokens in front of an image, as its place in the prompt needs.
                 image = mtmd.mtmd_input_chunk_get_id(chunk)
-                digest = hashlib.sha256(image + tiles[image].to_bytes(4, "little")).digest()
+                which = (tiles[image], int(mtmd.mtmd_input_chunk_get_n_tokens(chunk)))
+                digest = hashlib.sha256(image + np.array(which, "<u4").tobytes()).digest()
                 tiles[image] += 1
                 parts.append(Picture(mtmd.mtmd_input_chunk_copy(chunk), digest))
             return parts
@@ -262,6 +268,24 @@ class Vision:
             mtmd.mtmd_input_chunks_free(chunks)
             for bitmap in bitmaps:
                 mtmd.mtmd_bitmap_free(bitmap)
+
+    def _together(self, picture: Picture) -> bool:
+        """Whether each token of the picture sees all others of it, so that one step must decode them."""
+        return bool(mtmd.mtmd_decode_use_non_causal(self._context, picture.chunk))
+
+    def check(self, picture: Picture) -> None:
+        """[any thread] Checks that the picture can be decoded.
+
+        :raises BadArgument: it has more tokens than a step, and they must be decoded together.
+        """
+        most = self._runtime.n_ubatch
+        if picture.n_tokens > most and self._together(picture):
+            raise BadArgument(
+                f"an image of this size has {picture.n_tokens} tokens, which this model decodes in one step, and a step"
+                f" has at most {most}: launch with n_ubatch={picture.n_tokens} (--ubatch on the command line) or send a"
+                " smaller one",
+                field="images",
+            )
 
     def _bitmap(self, image: Image | Sound) -> Any:
         if isinstance(image, Sound) is self._sees:
@@ -272,16 +296,18 @@ class Vision:
         if not bitmap:
             raise BadArgument("a sound is no WAV or MP3 file, or damaged", field="images")
         n_samples, rate = mtmd.mtmd_bitmap_get_nx(bitmap), mtmd.mtmd_get_audio_sample_rate(self._context)
-        if not 0 < n_samples <= MAX_SECONDS * rate:
+        if not MIN_SECONDS * rate <= n_samples <= MAX_SECONDS * rate:
             mtmd.mtmd_bitmap_free(bitmap)
-            raise BadArgument(f"a sound has {n_samples // rate} s, not from 0 to {MAX_SECONDS}", field="images")
+            raise BadArgument(
+                f"a sound has {n_samples / rate:.3g} s, not from {MIN_SECONDS:g} to {MAX_SECONDS}", field="images"
+            )
         return bitmap
 
     def try_out(self) -> None:
         """Encodes a small image or a tone, so that a damaged tower fails at launch and not in a job. A file that has
         passed is not tried again on the same device until the file changes. If libmtmd aborts, the process ends.
 
-        :raises BadModel: the embeddings are not finite.
+        :raises BadModel: the tower fails, or the embeddings are not finite.
         """
         passed = models.verdict("tower", [Path(self._path)], LLAMA_CPP_PYTHON, self._runtime.device_name)
         if passed.exists():
@@ -299,6 +325,8 @@ class Vision:
         except BudgetBelowFloor as error:  # jobs with images are refused until the budget is large enough
             _logger.warning("the vision tower is not tried: %s", error)
             return
+        except BadArgument as error:
+            raise BadModel(f"{self._path} cannot be used: {error}", path=self._path) from None
         models.pass_verdict(passed)
 
     def encode(self, picture: Picture) -> None:
@@ -306,6 +334,7 @@ class Vision:
 
         :raises DecodeAborted: the runtime was aborted.
         :raises BudgetBelowFloor: the budget has no room for an image of this size; the error has the budget it needs.
+        :raises BadArgument: the tower fails with this image or sound.
         """
         known = self._cache.pop(picture.digest, None)
         picture.embedding = self._encode(picture) if known is None else known
@@ -317,6 +346,7 @@ class Vision:
         device = self._runtime.device
         while True:
             generation = device.stats().budget_generation if device else 0
+            _errors.clear()
             code = mtmd.mtmd_encode_chunk(self._context, picture.chunk)
             if self._runtime.placement is not None:
                 self._runtime.placement.overhead.follow()
@@ -324,16 +354,18 @@ class Vision:
                 raise DecodeAborted
             if code == 0:
                 break
-            if device is None:
-                raise FrameshardError("the vision tower failed")
-            stats = device.stats()
-            if stats.budget_generation == generation:  # otherwise a smaller budget has ended the encode: try it again
+            stats = device.stats() if device else None
+            if stats is not None and stats.budget_generation != generation:
+                continue  # a smaller budget has ended the encode
+            if stats is not None and stats.image_floor_bytes > stats.budget_bytes:
                 raise BudgetBelowFloor(
                     f"an image or sound of this size needs a VRAM budget of {-(-stats.image_floor_bytes >> 20)} MiB:"
                     " raise it or send a smaller one",
                     budget_bytes=stats.budget_bytes,
                     floor_bytes=stats.image_floor_bytes,
                 )
+            reason = f": {_errors[-1]}" if _errors else ", and does not say why"
+            raise BadArgument(f"the tower fails with this image or sound{reason}", field="images")
         n_embd = int(llama_cpp.llama_model_n_embd_inp(self._runtime.llama.model))
         return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (picture.n_tokens, n_embd)).copy()
 
@@ -347,7 +379,7 @@ class Vision:
         """
         assert picture.embedding is not None
         runtime, past = self._runtime, self._runtime.length(seq)
-        together = mtmd.mtmd_decode_use_non_causal(self._context, picture.chunk)
+        together = self._together(picture)
         step = runtime.n_ubatch if together else runtime.step
         end = llama_cpp.llama_pos(0)
         pointer = picture.embedding.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
