@@ -28,8 +28,8 @@ _BLOCK = re.compile(r"([va])\.blk\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Tower:
-    """A checked mmproj file. ``side`` and ``patch`` are in pixels, and 0 for a tower that only hears. ``side`` is 0 also
-    where the file says so, for images of any size."""
+    """A checked mmproj file. ``side`` and ``patch`` are in pixels, and 0 for a tower that only hears. ``side`` is 0
+    also where the file says so, for images of any size."""
 
     path: Path
     projector: str
