@@ -15,9 +15,10 @@ from engine_driver import EngineProcess, engine, ids
 
 import tiny_models
 import tiny_towers
+from frameshard.engine.sounds import tone
 
 DRIVER = Path(__file__).parent / "tower_driver.py"
-INPUTS = {"vision": ("200x150", "96x300", "700x650"), "audio": ("1", "7.5")}
+INPUTS = {"vision": ("200x150", "96x300", "700x650"), "audio": ("1", "7.5"), "both": ("1", "200x150", "7.5", "700x650")}
 
 
 def encoded(
@@ -94,3 +95,22 @@ def test_an_image_has_its_place_in_the_prompt(tmp_path: Path) -> None:
             assert answer(child, width, 200) == after
             sizes.add(after[0] - alone[0])
     assert len({*sizes, known[0]}) > 1
+
+
+def test_a_job_has_an_image_and_a_sound(tmp_path: Path) -> None:
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("llama", model)
+    tiny_towers.make("gemma4", mmproj)
+    (tmp_path / "tone.wav").write_bytes(tone(2.0).data)
+    sound = {"format": "encoded", "path": str(tmp_path / "tone.wav"), "size": len(tone(2.0).data)}
+    image = {"format": "rgb", "width": 200, "height": 150, "data": bytes(range(150)) * 600}
+    with engine(model, mmproj=str(mmproj), device="emulated", n_ctx=512, n_parallel=1) as child:
+        lengths = []
+        for given in ([], [image], [sound], [image, sound]):
+            events = child.run("What do you see and hear?", images=given, params={"max_tokens": 3})
+            assert events[-1]["ev"] == "done"
+            lengths.append(events[0]["n_prompt"])
+    text, seen, heard, both = lengths
+    assert seen > text + 10
+    assert heard > text + 10
+    assert both - seen >= heard - text - 3  # but for what stands around a sound

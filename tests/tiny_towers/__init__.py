@@ -30,13 +30,21 @@ class TowerFile:
         self._writer = gguf.GGUFWriter(str(path), "clip")
         self._writer.add_string("general.type", "mmproj")
         self._writer.add_name(f"tiny {name}")
-        self._writer.add_bool(f"clip.has_{kind}_encoder", True)
         self._writer.add_string("clip.projector_type", projector)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.plain_key(f"clip.has_{self._kind}_encoder", True)
         self.key("projection_dim", N_EMBD)
         self.key("attention.layer_norm_epsilon", 1e-6)
-        if kind == "vision":
+        if self._kind == "vision":
             self.key("image_mean", [0.5, 0.5, 0.5])
             self.key("image_std", [0.5, 0.5, 0.5])
+
+    def also(self, kind: str) -> None:
+        """Goes on with a second tower in the same file."""
+        self._kind = kind
+        self._begin()
 
     def plain_key(self, key: str, value: bool | int | float | str | Sequence[int] | Sequence[float]) -> None:
         """Adds a key by its whole name. One that exists is replaced."""
@@ -105,6 +113,7 @@ class Tower:
 
     :param projector: libmtmd's name.
     :param fill: adds what :class:`TowerFile` does not.
+    :param kind: "vision", "audio", or "both" for a file that begins with vision.
     :param model: the name of the model in :mod:`tiny_models` that it is for.
     """
 
@@ -115,7 +124,7 @@ class Tower:
     model: str = "llama"
 
 
-from tiny_towers import llava, pixtral, plain, qwen, siglip, sounds  # noqa: E402 - they need the classes above
+from tiny_towers import both, llava, pixtral, plain, qwen, siglip, sounds  # noqa: E402 - they need the classes above
 
 TOWERS: dict[str, Tower] = {
     **plain.TOWERS,
@@ -124,12 +133,13 @@ TOWERS: dict[str, Tower] = {
     **qwen.TOWERS,
     **pixtral.TOWERS,
     **sounds.TOWERS,
+    **both.TOWERS,
 }
 
 
 def make(name: str, path: Path) -> None:
     """Writes the tower ``name`` of :data:`TOWERS` to ``path``."""
     tower = TOWERS[name]
-    file = TowerFile(name, path, tower.kind, tower.projector)
+    file = TowerFile(name, path, "audio" if tower.kind == "audio" else "vision", tower.projector)
     tower.fill(file)
     file.close()

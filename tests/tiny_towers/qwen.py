@@ -90,7 +90,7 @@ def _qwen2vl(file: TowerFile) -> None:
     _merger(file, MERGED * body.width, ("mm.0", "mm.2"))
 
 
-def _qwen25vl(file: TowerFile) -> None:
+def qwen25vl(file: TowerFile) -> None:
     body = _Body(width=160, n_head=2, ff=428, n_layer=4, patch=14, rms=True, gated=True)
     file.plain_key("clip.use_silu", True)
     _layers(file, body)
@@ -263,7 +263,7 @@ def _muse_glimmer(file: TowerFile) -> None:
 
 TOWERS: dict[str, Tower] = {
     "qwen2vl": Tower("rotary positions of rows and columns", "qwen2vl_merger", _qwen2vl),
-    "qwen2.5vl": Tower("most layers look only into windows", "qwen2.5vl_merger", _qwen25vl),
+    "qwen2.5vl": Tower("most layers look only into windows", "qwen2.5vl_merger", qwen25vl),
     "qwen3vl": Tower("tokens also from inner layers (deepstack)", "qwen3vl_merger", _qwen3vl),
     "qwen3.5": Tower("as qwen3vl, tokens only from the last layer", "qwen3vl_merger", _qwen35),
     "ling3vl": Tower("as qwen3vl, another projector", "ling3vl", _ling3vl),

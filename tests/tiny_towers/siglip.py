@@ -110,7 +110,7 @@ def _gemma4v(file: TowerFile, width: int, heads: int) -> None:
     file.weights("mm.input_projection", width, N_EMBD)
 
 
-def _gemma4v_small(file: TowerFile) -> None:
+def gemma4v_small(file: TowerFile) -> None:
     # The inputs and outputs of products are clamped.
     _gemma4v(file, 128, 2)
     for i in range(LAYERS):
@@ -127,7 +127,7 @@ def _gemma4v_large(file: TowerFile) -> None:
     file.tensor("v.std_scale", 144, mean=1.0)
 
 
-def _gemma4uv(file: TowerFile) -> None:
+def gemma4uv(file: TowerFile) -> None:
     # No layers: patches are embedded in the language model's width.
     patch, merged = 8, 3  # the second number is libmtmd's default
     n_inputs = 3 * (patch * merged) ** 2
@@ -141,20 +141,6 @@ def _gemma4uv(file: TowerFile) -> None:
     file.norm("v.patch_norm.2", N_EMBD)
     file.norm("v.patch_norm.3", N_EMBD)
     file.weights("mm.input_projection", N_EMBD, N_EMBD)
-
-
-def _gemma4uv_and_ua(file: TowerFile) -> None:
-    # A second tower, for sounds, is in the same file. It has no layers either.
-    frame = 640
-    _gemma4uv(file)
-    file.plain_key("clip.has_audio_encoder", True)
-    file.plain_key("clip.audio.projector_type", "gemma4ua")
-    for key, value in {"projection_dim": N_EMBD, "embedding_length": frame, "num_mel_bins": 128}.items():
-        file.plain_key(f"clip.audio.{key}", value)
-    for key in ("feed_forward_length", "block_count", "attention.head_count"):
-        file.plain_key(f"clip.audio.{key}", 0)
-    file.plain_key("clip.audio.attention.layer_norm_epsilon", 1e-6)
-    file.weights("mm.a.input_projection", frame, N_EMBD)
 
 
 def _conv(file: TowerFile, name: str, side: int, n_in: int, n_out: int, *, norm: str = "", kind: str = "F16") -> None:
@@ -225,14 +211,13 @@ TOWERS: dict[str, Tower] = {
     "gemma3": Tower("a fixed size, pooled, a projection that is transposed", "gemma3", _gemma3),
     "idefics3": Tower("tiles and the whole image, 16 patches in one token", "idefics3", _idefics3_whole),
     "idefics3-cut": Tower("as idefics3, with 9 patches in one token", "idefics3", _idefics3_cut),
-    "gemma4v": Tower("any size, gates, rotary and learned positions, clamped", "gemma4v", _gemma4v_small),
+    "gemma4v": Tower("any size, gates, rotary and learned positions, clamped", "gemma4v", gemma4v_small),
     "gemma4v-large": Tower("as gemma4v, standardised instead of clamped", "gemma4v", _gemma4v_large),
     "gemma3nv": Tower("convolutions, few attention layers", "gemma3nv", _gemma3nv),
     "lfm2": Tower("any size, positions are interpolated", "lfm2", _lfm2),
     "lfm2.5": Tower("as lfm2, without a norm before the projector", "lfm2", _lfm25),
     "janus_pro": Tower("a fixed size, padded", "janus_pro", _janus_pro),
     "phi4": Tower("any size, positions are interpolated, patches are not merged", "phi4", _phi4),
-    "gemma4uv": Tower("no layers", "gemma4uv", _gemma4uv),
-    "gemma4uv+ua": Tower("no layers, with a tower for sounds in the same file", "gemma4uv", _gemma4uv_and_ua),
+    "gemma4uv": Tower("no layers", "gemma4uv", gemma4uv),
     "youtuvl": Tower("any size, attention in windows", "youtuvl", _youtuvl),
 }

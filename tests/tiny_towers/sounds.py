@@ -71,7 +71,7 @@ def _ultravox(file: TowerFile) -> None:
     file.weights("mm.a.mlp.2", HIDDEN, N_EMBD)
 
 
-def _qwen2a(file: TowerFile) -> None:
+def qwen2a(file: TowerFile) -> None:
     _whisper(file)
     file.weights("mm.a.fc", WIDTH, N_EMBD, bias=True)
 
@@ -245,7 +245,7 @@ def _parakeet(file: TowerFile) -> None:
         file.weights(f"mm.model.mlp.{index}", WIDTH, WIDTH)
 
 
-def _gemma4a(file: TowerFile) -> None:
+def gemma4a(file: TowerFile) -> None:
     """Attention within blocks of 12 positions and the 12 before. Inputs and outputs of products are clamped."""
     outputs = 96
     _keys(file)
@@ -268,7 +268,7 @@ def _gemma4a(file: TowerFile) -> None:
     file.weights("mm.a.input_projection", outputs, N_EMBD)
 
 
-def _gemma4ua(file: TowerFile) -> None:
+def gemma4ua(file: TowerFile) -> None:
     """One product with 640 samples: there are no layers."""
     samples = 640
     file.keys(embedding_length=samples, feed_forward_length=0, block_count=0, num_mel_bins=MELS)
@@ -320,15 +320,15 @@ def _tower(about: str, projector: str, fill: Callable[[TowerFile], None]) -> Tow
 
 TOWERS: dict[str, Tower] = {
     "ultravox": _tower("Whisper's encoder, four positions in one token", "ultravox", _ultravox),
-    "qwen2a": _tower("Whisper's encoder, the means of pairs", "qwen2a", _qwen2a),
+    "qwen2a": _tower("Whisper's encoder, the means of pairs", "qwen2a", qwen2a),
     "voxtral": _tower("Whisper's encoder, two means in one token", "voxtral", _voxtral),
     "glma": _tower("Whisper's encoder, marks before and after", "glma", _glma),
     "meralion": _tower("Whisper's encoder, fifteen positions in one token", "meralion", _meralion),
     "musicflamingo": _tower("Whisper's encoder, two products", "musicflamingo", _music_flamingo),
     "qwen3a": _tower("batches of seconds in the convolutions", "qwen3a", _qwen3a),
     "lfm2a": _tower("conformer, relative positions", "lfm2a", _lfm2a),
-    "gemma4a": _tower("conformer, blocks that overlap", "gemma4a", _gemma4a),
-    "gemma4ua": _tower("no layers", "gemma4ua", _gemma4ua),
+    "gemma4a": _tower("conformer, blocks that overlap", "gemma4a", gemma4a),
+    "gemma4ua": _tower("no layers", "gemma4ua", gemma4ua),
     "granite-speech": _tower("conformer, blocks, queries", "granite_speech", _granite),
     "granite-speech-plus": _tower("results of several layers", "granite_speech", _granite_plus),
     "mimo-audio": _tower("windows, codebooks, two transformers", "mimo_audio", _mimo),

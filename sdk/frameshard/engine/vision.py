@@ -162,7 +162,7 @@ class Picture:
 
 
 class Vision:
-    """The tower of an mmproj file, for one runtime's model. It reads images, or sounds.
+    """The tower of an mmproj file, for one runtime's model. It reads images, sounds, or both.
 
     :raises ModelNotFound: no such file.
     :raises BadModel: the file is not a tower, contradicts itself, or does not belong to this model; or libmtmd
@@ -213,6 +213,7 @@ class Vision:
                 f"{mmproj} is for a model with positions in several dimensions, and this is none", path=mmproj
             )
         self._sees = bool(mtmd.mtmd_support_vision(self._context))
+        self._hears = bool(mtmd.mtmd_support_audio(self._context))
 
     def _on_node(self, _tensor: object, ask: bool, _data: object) -> bool:
         """Callback of ggml's scheduler, so that an encode on the CPU can be aborted and counts its progress.
@@ -288,7 +289,7 @@ class Vision:
             )
 
     def _bitmap(self, image: Image | Sound) -> Any:
-        if isinstance(image, Sound) is self._sees:
+        if not (self._hears if isinstance(image, Sound) else self._sees):
             raise Unsupported(f"{self.name} reads {'images' if self._sees else 'sounds'} only")
         if isinstance(image, Image):
             return mtmd.mtmd_bitmap_init(image.width, image.height, _bytes(image.pixels))
@@ -304,18 +305,19 @@ class Vision:
         return bitmap
 
     def try_out(self) -> None:
-        """Encodes a small image or a tone, so that a damaged tower fails at launch and not in a job. A file that has
-        passed is not tried again on the same device until the file changes. If libmtmd aborts, the process ends.
+        """Encodes a small image, a tone or both, so that a damaged tower fails at launch and not in a job. A file that
+        has passed is not tried again on the same device until the file changes. If libmtmd aborts, the process ends.
 
         :raises BadModel: the tower fails, or the embeddings are not finite.
         """
         passed = models.verdict("tower", [Path(self._path)], LLAMA_CPP_PYTHON, self._runtime.device_name)
         if passed.exists():
             return
-        _logger.warning("trying %s with one input; that is done once for a file", self.name)
+        _logger.warning("trying %s with a small input; that is done once for a file", self.name)
         grey = Image(TRY_SIDE, TRY_SIDE, bytes(range(256)) * (3 * TRY_SIDE * TRY_SIDE // 256))
         try:
-            for part in self.tokenize(self._marker, [grey if self._sees else tone(1.0)], add_special=False):
+            inputs = [grey] * self._sees + [tone(1.0)] * self._hears
+            for part in self.tokenize(self._marker * len(inputs), inputs, add_special=False):
                 if isinstance(part, Picture) and not np.isfinite(self._encode(part)).all():
                     raise BadModel(
                         f"{self._path} computes NaN or infinity from its input: its weights are damaged, or its numbers"

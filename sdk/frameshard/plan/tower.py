@@ -28,8 +28,9 @@ _BLOCK = re.compile(r"([va])\.blk\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Tower:
-    """A checked mmproj file. ``side`` and ``patch`` are in pixels, and 0 for a tower that only hears. ``side`` is 0
-    also where the file says so, for images of any size."""
+    """A checked mmproj file. Of one that reads images and sounds, the numbers are those of images. ``side`` and
+    ``patch`` are in pixels, and 0 for a tower that only hears. ``side`` is 0 also where the file says so, for images of
+    any size."""
 
     path: Path
     projector: str
@@ -59,33 +60,41 @@ def _check(path: Path, header: Header) -> Tower:
     arch = metadata.get("general.architecture")
     if arch != "clip":
         wrong(f"general.architecture is {arch!r}, and a vision tower is of clip")
-    sees = metadata.get("clip.has_vision_encoder") is True
-    if not sees and metadata.get("clip.has_audio_encoder") is not True:
+    kinds = [kind for kind in ("vision", "audio") if metadata.get(f"clip.has_{kind}_encoder") is True]
+    if not kinds:
         wrong(
             "neither clip.has_vision_encoder nor clip.has_audio_encoder is true: nothing in it reads images or sounds"
         )
-    kind = "vision" if sees else "audio"
+    if not header.tensors:
+        wrong("there are no tensors in it")
+    (projector, n_layer), *_ = [_check_kind(header, kind) for kind in kinds]
+    side, patch = _check_images(metadata, projector) if kinds[0] == "vision" else (0, 0)
+    return Tower(path, projector, n_layer, side, patch, header.file_bytes)
+
+
+def _check_kind(header: Header, kind: str) -> tuple[str, int]:
+    """Checks what reads images ("vision") or sounds ("audio").
+
+    :returns: its projector and its layers.
+    """
+    metadata = header.metadata
     projector = metadata.get("clip.projector_type") or metadata.get(f"clip.{kind}.projector_type")
     if not isinstance(projector, str):
         wrong("clip.projector_type is missing")
     if projector.endswith(("_spkenc", "_gen")):
         wrong(f"it is of the kind {projector}, which speaks: a tower reads images or sounds")
-    if not header.tensors:
-        wrong("there are no tensors in it")
     _check_numbers(metadata, kind)
     n_layer = _between(metadata, kind, "block_count", 0, MAX_LAYERS)
     _check_heads(metadata, kind, n_layer)
     _between(metadata, kind, "feed_forward_length", 0, _MAX_WIDTH, 0)
     _between(metadata, kind, "projection_dim", 0, _MAX_WIDTH, 0)
-    side, patch = _check_images(metadata, projector) if sees else (0, 0)
-    _check_window(metadata, projector, patch)
-    if not sees:
+    if kind == "audio":
         _between(metadata, kind, "num_mel_bins", 1, _MAX_MELS)
         _between(metadata, kind, "projector.stack_factor", 1, _MAX_STEP, 1)
     # The first converter of MiniCPM-V wrote a layer more than it said. libmtmd does not read that one.
     unread = 1 if projector == "resampler" else 0
     _check_layers([tensor.name for tensor in header.tensors], kind[0], n_layer, unread)
-    return Tower(path, projector, n_layer, side, patch, header.file_bytes)
+    return projector, n_layer
 
 
 def _check_images(metadata: Mapping[str, Value], projector: str) -> tuple[int, int]:
@@ -98,6 +107,7 @@ def _check_images(metadata: Mapping[str, Value], projector: str) -> tuple[int, i
     _check_order(metadata, "image_min_pixels", "image_max_pixels")
     _check_order(metadata, "preproc_min_tiles", "preproc_max_tiles")
     _check_grids(metadata, side)
+    _check_window(metadata, projector, patch)
     for name in ("image_mean", "image_std"):
         key = f"clip.vision.{name}"
         colours = metadata.get(key)
