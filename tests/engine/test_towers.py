@@ -69,6 +69,20 @@ def test_an_image_that_one_step_must_decode(tmp_path: Path) -> None:
         assert child.run("Hello.", params={"max_tokens": 3})[-1]["ev"] == "done"
 
 
+def test_a_tower_that_needs_positions_in_several_dimensions(tmp_path: Path) -> None:
+    """Beside another model libmtmd ends the process at the first image."""
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("llama", model)
+    tiny_towers.make("hunyuanvl", mmproj)
+    child = EngineProcess()
+    try:
+        event = child.load(model, mmproj=str(mmproj), device="cpu", n_ctx=512, n_parallel=1)
+    finally:
+        child.close()
+    assert (event["ev"], event["error"]["name"]) == ("fatal", "bad_model")
+    assert "M-RoPE" in event["error"]["message"]
+
+
 def test_an_image_has_its_place_in_the_prompt(tmp_path: Path) -> None:
     """DeepSeek V4's tower puts up to three tokens in front of an image, as its place needs. So the kept embedding of an
     image does not fit another place."""

@@ -168,6 +168,7 @@ def test_wrong_images_fail_their_job_alone(resident: EngineProcess, expected: li
     for image in (
         {"data": b"x" * 100},
         {"width": 30000, "height": 30000},
+        picture(1, 1005, 5),
         {**encoded, "data": b"no picture"},
         {**encoded, "data": b"\x89PNG\r\n\x1a\n" + b"\0" * 50},
     ):

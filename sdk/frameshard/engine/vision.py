@@ -53,6 +53,10 @@ VISION_DEVICE = "FRAMESHARD_VISION"
 MAX_PIXELS = 16 << 20
 """Larger images are refused: every tower scales images down to far fewer pixels."""
 
+MAX_RATIO = 200
+"""The most times that an image may be as wide as high, or as high as wide. Some towers scale thinner ones up, and then
+need several GB of host memory."""
+
 CACHE_BYTES = 256 << 20
 """The most host memory for embeddings that are kept."""
 
@@ -78,8 +82,7 @@ class Image:
     pixels: bytes
 
     def __post_init__(self) -> None:
-        if not 0 < self.width * self.height <= MAX_PIXELS or self.width < 1:
-            raise BadArgument(f"an image has 1 to {MAX_PIXELS} pixels", field="images")
+        _check_size(self.width, self.height)
         if len(self.pixels) != 3 * self.width * self.height:
             raise BadArgument("an image's pixels do not match its size", field="images")
 
@@ -102,14 +105,20 @@ class Image:
         width, height, channels = image.width, image.height, _CHANNELS[image.format]
         row = width * channels
         stride = image.stride or row
-        if width * height > MAX_PIXELS:
-            raise BadArgument(f"an image has at most {MAX_PIXELS} pixels", field="images")
+        _check_size(width, height)
         if len(data) < stride * (height - 1) + row:
             raise BadArgument("an image's pixels do not match its size", field="images")
         rows = np.lib.stride_tricks.as_strided(
             np.frombuffer(data, np.uint8), (height, row), (stride, 1), writeable=False
         )
         return cls(width, height, rows.reshape(height, width, channels)[:, :, :3].tobytes())
+
+
+def _check_size(width: int, height: int) -> None:
+    if min(width, height) < 1 or width * height > MAX_PIXELS:
+        raise BadArgument(f"an image has 1 to {MAX_PIXELS} pixels", field="images")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise BadArgument(f"an image is at most {MAX_RATIO} times as wide as high, or as high as wide", field="images")
 
 
 def _read(path: str, size: int) -> bytes:
@@ -131,8 +140,7 @@ def _decode(data: bytes) -> Image:
         raise Unsupported("PNG and JPEG images need Pillow: pip install 'frameshard[vision]'") from None
     try:
         with Pillow.open(io.BytesIO(data), formats=_FORMATS) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise BadArgument(f"an image has at most {MAX_PIXELS} pixels", field="images")
+            _check_size(opened.width, opened.height)
             return Image(opened.width, opened.height, opened.convert("RGB").tobytes())
     except FrameshardError:
         raise
@@ -209,9 +217,7 @@ class Vision:
             raise BadModel(f"libmtmd refuses {mmproj} for this model: {'; '.join(_errors)}", path=mmproj)
         if tower.projector == "hunyuanvl" and not mtmd.mtmd_decode_use_mrope(self._context):
             self.close()  # libmtmd would end the process at the first image
-            raise BadModel(
-                f"{mmproj} is for a model with positions in several dimensions, and this is none", path=mmproj
-            )
+            raise BadModel(f"{mmproj} needs a model with positions in several dimensions (M-RoPE)", path=mmproj)
         self._sees = bool(mtmd.mtmd_support_vision(self._context))
         self._hears = bool(mtmd.mtmd_support_audio(self._context))
 
