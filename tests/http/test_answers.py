@@ -15,8 +15,11 @@ import trio
 from PIL import Image
 
 import frameshard
+import tiny_models
+import tiny_towers
+from frameshard.engine.sounds import tone
 from frameshard.http import request
-from servers import Server, until
+from servers import Server, server, sidecar, until
 
 STORY = {"messages": [{"role": "user", "content": "Tell me a very long story."}], "max_tokens": 700}
 
@@ -165,6 +168,26 @@ def test_an_image_is_read(http: Server) -> None:
     broken = ask({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})
     assert (broken.status, broken.error["type"]) == (400, "invalid_request_error")
     assert http.ask("GET", "/props").json["modalities"]["vision"]
+
+
+def test_a_sound_is_heard(tmp_path: Path) -> None:
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("llama", model, chat_template=tiny_models.CHATML)
+    tiny_towers.make("gemma4", mmproj)
+    options: dict[str, Any] = {"model": str(model), "mmproj": str(mmproj), "device": "emulated"}
+    with sidecar(tmp_path, **options, n_ctx=1024) as (connect_file, _), server(connect_file) as http:
+
+        def ask(*parts: dict[str, Any]) -> Any:
+            messages = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, *parts]}]
+            return http.ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 4})
+
+        def sound(data: str) -> dict[str, Any]:
+            return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+        heard = ask(sound(base64.b64encode(tone(2.0).data).decode()))
+        assert heard.json["usage"]["prompt_tokens"] > ask().json["usage"]["prompt_tokens"]
+        broken = ask(sound("no base64"))
+        assert (broken.status, broken.error["param"]) == (400, "messages[0].content[1].input_audio")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -354,9 +354,9 @@ def _tool_choice(given: object, tools: list[str]) -> str:
 
 
 def _content(given: Document, where: str, *, last: bool) -> tuple[str, list[bytes]]:
-    """The text and the images of a message.
+    """The text of a message, and its images and sounds.
 
-    :param last: it may have images.
+    :param last: it may have images and sounds.
     """
     content = given.get("content", "")
     if isinstance(content, str):
@@ -369,10 +369,12 @@ def _content(given: Document, where: str, *, last: bool) -> tuple[str, list[byte
                 texts.append(text)
             case {"type": "image_url", "image_url": {"url": str(url)}} if last:
                 images.append(_image(url, f"{place}.image_url"))
-            case {"type": "image_url"} if not last:
-                raise unsupported("images are read in the last message only: leave earlier ones out", place)
+            case {"type": "input_audio", "input_audio": {"data": str(data)}} if last:
+                images.append(_binary(data, f"{place}.input_audio", "data is not base64"))
+            case {"type": "image_url" | "input_audio"} if not last:
+                raise unsupported("images and sounds are read in the last message only: leave earlier ones out", place)
             case _:
-                raise bad(f"{place} must be a text or an image_url with a url", place)
+                raise bad(f"{place} must be a text, an image_url with a url or an input_audio with data", place)
     return "\n".join(texts), images
 
 
@@ -380,10 +382,14 @@ def _image(url: str, where: str) -> bytes:
     head, comma, data = url.partition(",")
     if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
         raise bad("an image must be a data URL, data:image/png;base64,...: this server fetches nothing", where)
+    return _binary(data, where, "the data URL is not base64")
+
+
+def _binary(data: str, where: str, complaint: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise bad("the data URL is not base64", where) from None
+        raise bad(complaint, where) from None
 
 
 def _prompt(given: object) -> str:
