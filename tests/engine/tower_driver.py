@@ -1,9 +1,9 @@
 """Encodes pictures, for test_towers.py: python tower_driver.py MODEL MMPROJ DEVICE OUT.npz INPUT...
 
-An input is an image's size, WxH, or seconds of sound. On the shard device everything is encoded at several budgets. One
-of them is the smallest that is enough. It is a process of its own, because there is one device per process.
+An input is an image's size, WxH, or seconds of sound. On the shard device everything is encoded once more, with the
+least budget that is enough. It is a process of its own, because there is one device per process.
 
-It prints the budget that each picture needs, once per pass, and how far the peak of each pass lies above its budget.
+It prints the budget that each picture needs, for each pass, and the peak of the second pass, in bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from frameshard.engine.sounds import Sound, tone
 from frameshard.errors import BudgetBelowFloor
 from frameshard.wire.engine import EngineConfig
 
-MIB = 1 << 20
-
 
 def read(text: str) -> vision.Image | Sound:
     if "x" not in text:
@@ -36,7 +34,7 @@ def main(model: str, mmproj: str, device: str, out: str, *inputs: str) -> None:
     vision.CACHE_BYTES = 0  # the second encode must not come from the cache
     config = EngineConfig(model=model, mmproj=mmproj, device=device, n_ctx=1024, n_parallel=1, n_threads=1)
     found: dict[str, npt.NDArray[np.float32]] = {}
-    figures: dict[str, Any] = {"floors": [], "peaks": []}
+    figures: dict[str, Any] = {"floors": []}
     with Runtime.load(config) as runtime:
         tower = vision.Vision(runtime, mmproj)
         pictures = []
@@ -58,11 +56,10 @@ def main(model: str, mmproj: str, device: str, out: str, *inputs: str) -> None:
         if shards is not None:
             floors = figures["floors"][0]
             floor = max(floors)
-            for more in (0, 8):
-                shards.set_budget(floor + more * MIB, timeout_s=10)
-                shards.reset_peak()
-                encode(str(more))
-                figures["peaks"].append(shards.stats().peak_bytes - (floor + more * MIB))
+            shards.set_budget(floor, timeout_s=10)
+            shards.reset_peak()
+            encode("least")
+            figures["peak"] = shards.stats().peak_bytes
             if floor > shards.stats().floor_bytes:  # else the language model needs as much
                 shards.set_budget(floor - 1, timeout_s=10)
                 try:
