@@ -68,6 +68,14 @@ def test_what_a_template_must_not_do_is_a_typed_error(template: Callable[[str], 
     assert len(str(refused.value)) < 1000
 
 
+def test_a_template_that_needs_a_list_of_tools_gets_an_empty_one(template: Callable[[str], ChatTemplate]) -> None:
+    told = template("{% for tool in tools %}<{{ tool }}>{% endfor %}" + CHATML)
+    assert told.render(HELLO).startswith("<s><|user|>Hello")
+    assert told.render(HELLO, {"tools": ["a"]}).startswith("<a><s>")
+    plain = template("{% if tools is not none %}tools: {{ tools }}{% endif %}" + CHATML)
+    assert plain.render(HELLO).startswith("<s>")
+
+
 @pytest.mark.parametrize("size", ["{{ 'x' * 2**20 }}y", "{% for i in range(99999) %}{{ 'é' * 100 }}{% endfor %}"])
 def test_prompts_over_the_limit_are_refused(template: Callable[[str], ChatTemplate], size: str) -> None:
     long = template(WORST.replace("...", size))

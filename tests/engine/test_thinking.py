@@ -31,6 +31,15 @@ GEMMA = (
     "{% if add_generation_prompt %}<|turn>model\n"
     "{% if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
 )
+DELIBERATES = (
+    "Deliberation: {{ 'enabled' if enable_thinking else 'disabled' }}{# <|inner_prefix|> #}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+)
+STEPS = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.reasoning_content %}{{ m.reasoning_content }}\n"
+    "[BEGIN FINAL RESPONSE]\n{% endif %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\nHere are my reasoning steps:\n{% endif %}"
+)
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
     "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
@@ -68,6 +77,13 @@ def found(source: str) -> tuple[Thinking | None, str, str]:
         (SWITCHES, THINK, "<|im_start|>assistant\n", "assistant\n<think>\n\n</think>\n\n"),
         (FORGETS, THINK, "<|assistant|><think>\n", "<|assistant|><think>\n\n</think>\n\n"),
         (GEMMA, ("<|channel>thought", "<channel|>"), "<|turn>model\n", "<|turn>model\n<|channel>thought\n<channel|>"),
+        (DELIBERATES, ("<|inner_prefix|>", "<|inner_suffix|>"), "<|assistant|>", "<|assistant|>"),
+        (
+            STEPS,
+            ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+            "<|assistant|>\nHere are my reasoning steps:\n",
+            "Here are my reasoning steps:\n\n[BEGIN FINAL RESPONSE]\n",
+        ),
         (
             HARMONY,
             ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),

@@ -83,10 +83,32 @@ SYNTAXES = {
     "LLAMA": CallSyntax('{"name": "', '", "parameters": ', "", "}"),
     "MISTRAL": CallSyntax('[TOOL_CALLS] [{"name": "', '", "arguments": ', '}, {"name": "', "}]"),
     "FUNCTION_TAGS": CallSyntax("<function=", ">", "</function><function=", "</function>", text_arguments=True),
+    "COMMAND": CallSyntax(  # its prompts end with an empty thought
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "',
+        '", "parameters": ',
+        '}, {"tool_call_id": "1", "tool_name": "',
+        "}]<|END_ACTION|>",
+    ),
+    "NEMOTRON": CallSyntax('<TOOLCALL>[{"name": "', '", "arguments": ', '}, {"name": "', "}]</TOOLCALL>"),
+    "MISTRAL_SMALL": CallSyntax("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
+    "GEMMA": CallSyntax(
+        "<|tool_call>call:", "", "<tool_call|><|tool_call>call:", "<tool_call|>", text_arguments=True, braces=True
+    ),
     "NO_TOOLS": OWN,
     "XML": OWN,  # shows calls, but not as JSON
+    "REFUSES_TOOLS": OWN,
+    "CLOSES_TEXT": OWN,  # a text ends with the mark that begins a call
 }
-TRIGGERS = {"QWEN": "<tool_call>", "LLAMA": '{"name": "', "MISTRAL": "[TOOL_CALLS]", "FUNCTION_TAGS": "<function="}
+TRIGGERS = {
+    "QWEN": "<tool_call>",
+    "LLAMA": '{"name": "',
+    "MISTRAL": "[TOOL_CALLS]",
+    "FUNCTION_TAGS": "<function=",
+    "COMMAND": "<|START_ACTION|>",
+    "NEMOTRON": "<TOOLCALL>",
+    "MISTRAL_SMALL": "[TOOL_CALLS]",
+    "GEMMA": "<|tool_call>",
+}
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
@@ -96,6 +118,15 @@ def test_the_syntax_is_that_of_the_template(name: str) -> None:
     template.close()
     assert syntax == SYNTAXES[name]
     assert syntax.trigger == TRIGGERS.get(name, "<tool_call>")
+
+
+def test_calls_that_cannot_follow_a_thought_are_not_used() -> None:
+    """The text that ends a thought begins a text. A call would stand in the middle of it."""
+    template = ChatTemplate(tool_templates.HARMONY, bos="", eos="")
+    ends = ["<|end|>", "<|call|>"]
+    assert find_syntax(template, ends).begin == "to=functions."
+    assert find_syntax(template, ends, "<|end|><|start|>assistant<|channel|>final<|message|>") == OWN
+    template.close()
 
 
 def test_a_template_that_can_have_no_tools() -> None:
@@ -194,10 +225,15 @@ def test_an_answer_is_text_or_ends_with_calls(tiny: EngineProcess, tiny_path: Pa
     assert mark not in ids(banned)
 
 
-@pytest.mark.parametrize("name", ["LLAMA", "MISTRAL", "FUNCTION_TAGS", "NO_TOOLS"])
+MORE_MARKS = {"<|START_ACTION|>": 3, "<|END_ACTION|>": 3, "[ARGS]": 3, "<|tool_call>": 4, "<tool_call|>": 4}
+GIVING = ["LLAMA", "MISTRAL", "FUNCTION_TAGS", "COMMAND", "MISTRAL_SMALL", "GEMMA", "HARMONY", "NO_TOOLS"]
+
+
+@pytest.mark.parametrize("name", GIVING)
 def test_each_syntax_gives_valid_calls(name: str, tmp_path: Path) -> None:
     template = getattr(tool_templates, name)
-    tiny_models.make("llama", tmp_path / "tiny.gguf", n_layer=1, chat_template=template, marks=MARKS)
+    marks = {**MARKS, **MORE_MARKS}
+    tiny_models.make("llama", tmp_path / "tiny.gguf", n_layer=1, chat_template=template, marks=marks)
     with engine(tmp_path / "tiny.gguf", n_ctx=8192, n_parallel=2) as child:
         jobs = [
             child.submit(QUESTION, tools=TOOLS[2:], tool_choice="look", params={**WARM, "seed": seed})
@@ -212,6 +248,33 @@ def test_each_syntax_gives_valid_calls(name: str, tmp_path: Path) -> None:
                 {"role": "tool", "content": "twelve", "tool_call_id": first["id"]},
             ]
             assert child.run(history, tools=TOOLS[2:], params={"max_tokens": 2})[-1]["ev"] == "done"
+
+
+def test_a_call_has_the_same_text_in_the_prompt_as_in_the_answer(tmp_path: Path) -> None:
+    """A template that takes arguments as text may write their braces itself."""
+    path = tmp_path / "tiny.gguf"
+    tiny_models.make("llama", path, n_layer=1, chat_template=tool_templates.GEMMA, marks={**MARKS, **MORE_MARKS})
+    call = ToolCall("abc", "price", ' {"item": "sword", "count": 2}\n')
+    messages = [ChatMessage("user", "How much?"), ChatMessage("assistant", "", (call,))]
+    with Runtime.load(EngineConfig(str(path), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
+        text, _ = runtime.tokenizer.chat_text(messages, [Tool("price")])
+        written = runtime.tokenizer.call_syntax.written([("price", call.arguments.strip())])
+    assert written == '<|tool_call>call:price{"item": "sword", "count": 2}<tool_call|>'
+    assert written in text
+
+
+def test_a_model_whose_calls_cannot_follow_a_thought_is_told_another_way(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    tiny_models.make("llama", path, n_layer=1, chat_template=tool_templates.HARMONY, marks=MARKS)
+    with Runtime.load(EngineConfig(str(path), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
+        assert runtime.tokenizer.call_syntax == OWN
+
+
+def test_a_template_that_needs_a_list_of_tools_chats_without_them(tmp_path: Path) -> None:
+    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}" + tool_templates.NO_TOOLS
+    tiny_models.make("llama", tmp_path / "tiny.gguf", n_layer=1, chat_template=template, marks=MARKS)
+    with engine(tmp_path / "tiny.gguf") as child:
+        assert child.run(QUESTION, params={"max_tokens": 2})[-1]["ev"] == "done"
 
 
 def test_tools_calls_and_results_are_counted_as_a_job_reads_them(tiny: EngineProcess) -> None:

@@ -103,6 +103,8 @@ NO_TOOLS = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
+REFUSES_TOOLS = '{%- if tools %}{{- raise_exception("tools of another form are expected") }}{%- endif %}' + NO_TOOLS
+
 NO_SYSTEM = """\
 {%- for message in messages %}
 {%- if message.role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
@@ -118,4 +120,76 @@ XML = """\
 {%- for key, value in call.function.arguments.items() %}{{- "<arg>" + key + "=" + value + "</arg>" }}{%- endfor %}
 {{- "</call>" }}{%- endfor %}{{- "<|end|>" }}{%- endfor %}
 {%- if add_generation_prompt %}{{- "<|assistant|>" }}{%- endif %}
+"""
+
+COMMAND = """\
+{%- for tool in tools or [] %}{{- "<|SYSTEM|>" + tool.function | tojson + "<|end|>" }}{%- endfor %}
+{%- for message in messages %}
+{%- if message.role != "assistant" %}{{- "<|USER|>" + message.content + "<|end|>" }}
+{%- elif message.tool_calls %}{{- "<|CHATBOT|><|START_THINKING|><|END_THINKING|><|START_ACTION|>[" }}
+{%- for call in message.tool_calls %}
+{{- '{"tool_call_id": "' ~ loop.index0 ~ '", "tool_name": "' + call.function.name + '", "parameters": ' }}
+{{- call.function.arguments | tojson + "}" }}{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}
+{{- "]<|END_ACTION|><|end|>" }}
+{%- else %}{{- "<|CHATBOT|><|START_RESPONSE|>" + message.content + "<|END_RESPONSE|><|end|>" }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|CHATBOT|><|START_THINKING|><|END_THINKING|>" }}{%- endif %}
+"""
+
+NEMOTRON = """\
+{%- for tool in tools or [] %}{{- "<tool>" + tool.function | tojson + "</tool>\\n" }}{%- endfor %}
+{%- for message in messages %}{{- "<|" + message.role + "|>" }}
+{%- if message.tool_calls %}{{- "<TOOLCALL>[" }}
+{%- for call in message.tool_calls %}{{- '{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + "}" }}{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}
+{{- "]</TOOLCALL>" }}
+{%- elif message.role == "assistant" %}{{- "<think>\\n" + message.content }}
+{%- else %}{{- message.content }}{%- endif %}{{- "<|end|>" }}{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|assistant|><think>\\n" }}{%- endif %}
+"""
+
+MISTRAL_SMALL = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == "assistant" %}
+{%- for call in message.tool_calls or [] %}
+{{- "[TOOL_CALLS]" + call.function.name + "[CALL_ID]" + call.id + "[ARGS]" + call.function.arguments | tojson }}
+{%- endfor %}{{- message.content + eos_token }}
+{%- elif message.role == "tool" %}
+{{- "[TOOL_RESULTS]" + message.tool_call_id + "[TOOL_CONTENT]" + message.content + "[/TOOL_RESULTS]" }}
+{%- else %}
+{%- if tools and message.role == "user" %}{{- "[AVAILABLE_TOOLS]" + tools | tojson + "[/AVAILABLE_TOOLS]" }}{%- endif %}
+{{- "[INST]" + message.content + "[/INST]" }}{%- endif %}{%- endfor %}
+"""
+
+GEMMA = """\
+{%- for tool in tools or [] %}{{- "<|tool>" + tool.function.name + tool.function.description + "<tool|>" }}{%- endfor %}
+{%- for message in messages %}{{- "<|turn>" + message.role + "\\n" }}
+{%- for call in message.tool_calls or [] %}{{- "<|tool_call>call:" + call.function.name + "{" }}
+{%- if call.function.arguments is string %}{{- call.function.arguments }}
+{%- else %}{%- for key, value in call.function.arguments.items() %}{{- key + ":" + value | string }}{%- endfor %}
+{%- endif %}{{- "}<tool_call|>" }}{%- endfor %}
+{{- message.content + eos_token }}{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|turn>assistant\\n" }}{%- endif %}
+"""
+
+HARMONY = """\
+{%- for tool in tools or [] %}{{- "<|start|>developer<|message|>" + tool.function | tojson + "<|end|>" }}{%- endfor %}
+{%- for message in messages %}{{- "<|start|>" + message.role }}
+{%- if message.tool_calls %}{{- " to=functions." + message.tool_calls[0].function.name }}
+{{- "<|channel|>commentary json<|message|>" + message.tool_calls[0].function.arguments | tojson + "<|call|>" }}
+{%- else %}
+{%- if message.thinking %}{{- "<|channel|>analysis<|message|>" + message.thinking }}
+{{- "<|end|><|start|>assistant" }}{%- endif %}
+{%- if message.role == "assistant" %}{{- "<|channel|>final" }}{%- endif %}
+{{- "<|message|>" + message.content + "<|end|>" }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}
+"""
+
+CLOSES_TEXT = """\
+{%- for tool in tools or [] %}{{- "<|open|>" + tool.function | tojson + "<|close|>" }}{%- endfor %}
+{%- for message in messages %}{{- "<|open|>" + message.role + "<|sep|>" + message.content + "<|close|>" }}
+{%- for call in message.tool_calls or [] %}{{- "<|open|>" + call.function.name + "<|sep|>" }}
+{{- call.function.arguments | tojson + "<|close|>" }}{%- endfor %}{{- "<|end|>" }}{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|open|>assistant<|sep|>" }}{%- endif %}
 """

@@ -91,7 +91,8 @@ class CallReader:
     def _whole(self) -> m.ToolCall | None:
         """Takes a call from the text that is held, if one is whole. What follows its arguments stays."""
         syntax, begin = self._syntax, len(self._before)
-        name_end = self._held.find(syntax.between, begin) if self._held.startswith(self._before) else -1
+        behind_name = syntax.between or "{"
+        name_end = self._held.find(behind_name, begin) if self._held.startswith(self._before) else -1
         if name_end < 0:
             return None
         start = name_end + len(syntax.between)

@@ -38,6 +38,8 @@ class ChatTemplate:
         self._variables = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": True, "tools": None}
         self._renderer = Confined(_RENDERER, {"source": source})
         answer = self._ask(_PROBE, {})
+        if answer.get("error") == "refused" and "error" not in self._ask(_PROBE, {"tools": []}):
+            self._variables["tools"] = []  # a template that is made for tools needs a list of them
         # A template that refuses this message may accept others.
         if answer.get("error", "refused") != "refused":
             self.close()

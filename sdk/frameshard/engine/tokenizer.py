@@ -224,7 +224,7 @@ class Tokenizer:
         template = self._chat_template
         syntax = self.call_syntax if tools or any(each.tool_calls or each.role == "tool" for each in messages) else None
         rendered, described = for_template(messages, tools, syntax, lambda text: apart(text, syntax))
-        prompt = template.render(rendered, {**variables, "tools": described})
+        prompt = template.render(rendered, variables if described is None else {**variables, "tools": described})
         return prompt, not (self._bos and prompt.startswith(self._bos))
 
     def chat_parts(
@@ -264,7 +264,8 @@ class Tokenizer:
         """
         ends = [token for token in range(self.n_vocab) if self.is_end(token)]
         texts = [self._piece(token, special=True).decode("utf-8", "replace") for token in ends]
-        return find_syntax(self._chat_template, texts)
+        closing = self.thinking.closing if self.thinking is not None else ""
+        return find_syntax(self._chat_template, texts, closing)
 
     @functools.cached_property
     def call_pieces(self) -> Mapping[int, bytes]:

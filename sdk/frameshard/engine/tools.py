@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frameshard.engine.chat import ChatTemplate
@@ -21,6 +21,7 @@ from frameshard.wire import messages as m
 from frameshard.wire.toolchecks import check_message, schema_of
 
 _MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # a mark with which calls may begin, such as <tool_call>
+_WORD_MARK = r"<[^<>\s]+>|\[[^\[\]\s]+\]"  # a mark that is one word
 
 Message = dict[str, Any]
 """A message, tool or call in the form that chat templates take."""
@@ -36,6 +37,7 @@ class CallSyntax:
     :param end: after the last arguments.
     :param native: the chat template renders tools, calls and results.
     :param text_arguments: the chat template takes arguments as text, not as an object.
+    :param braces: the chat template writes the outer braces of arguments that it takes as text.
     """
 
     begin: str
@@ -44,6 +46,7 @@ class CallSyntax:
     end: str
     native: bool = True
     text_arguments: bool = False
+    braces: bool = False
 
     @property
     def trigger(self) -> str:
@@ -172,7 +175,9 @@ def _through(apart: Callable[[str], str], value: Any) -> Any:
 
 def _calls(message: m.ChatMessage, syntax: CallSyntax, apart: Callable[[str], str]) -> list[Message]:
     def arguments(text: str) -> Any:
-        return apart(text) if syntax.text_arguments else _through(apart, json.loads(text))
+        if not syntax.text_arguments:
+            return _through(apart, json.loads(text))
+        return apart(text.strip()[1:-1] if syntax.braces else text)
 
     return [_call(apart(call.id), call.name, arguments(call.arguments)) for call in message.tool_calls]
 
@@ -213,56 +218,66 @@ _PROBE_TOOLS = [
     }
     for name in _PROBE_NAMES
 ]
+_WITH_TOOLS: Message = {"tools": _PROBE_TOOLS}
 _USER: Message = {"role": "user", "content": "Probe question?"}
 _ID = "|".join(_PROBE_IDS)
-_ID_FIELD = re.compile(rf',\s*"id":\s*"(?:{_ID})"|"id":\s*"(?:{_ID})",\s*')
+_ID_FIELD = re.compile(rf',\s*"id":\s*"(?:{_ID})"|"id":\s*"(?:{_ID})",\s*|(?:{_WORD_MARK})(?:{_ID})')
 
 
-def find_syntax(template: ChatTemplate, ends: Sequence[str]) -> CallSyntax:
-    """Returns the syntax of calls that a chat template shows; :data:`OWN` if it shows none.
+def find_syntax(template: ChatTemplate, ends: Sequence[str], closing: str = "") -> CallSyntax:
+    """Returns the syntax of calls that a chat template shows; :data:`OWN` if it shows none, or one whose calls cannot
+    follow where the text of an answer begins.
 
     :param ends: the texts of the tokens that end an answer.
+    :param closing: the text that ends a thought and begins the answer; empty if the model does not think.
     :raises Unsupported: it shows none, and it drops or refuses system messages.
     """
     for text_arguments in (False, True):
-        syntax = _shown(template, ends, text_arguments=text_arguments)
+        syntax = _shown(template, ends, closing.strip(), text_arguments=text_arguments)
         if syntax is not None:
             return syntax
-    system = _rendered(template, [{"role": "system", "content": _PROBE_WORDS}, _USER])
+    system = _rendered(template, [{"role": "system", "content": _PROBE_WORDS}, _USER], tools={})
     if system is None or _PROBE_WORDS not in system:
         raise Unsupported("no tools with this model: its chat template shows none, and takes no system message")
     return OWN
 
 
-def _shown(template: ChatTemplate, ends: Sequence[str], *, text_arguments: bool) -> CallSyntax | None:
+def _shown(template: ChatTemplate, ends: Sequence[str], closing: str, *, text_arguments: bool) -> CallSyntax | None:
     calls = [
         _call(call_id, name, json.dumps(arguments) if text_arguments else arguments)
         for call_id, name, arguments in zip(_PROBE_IDS, _PROBE_NAMES, _PROBE_ARGUMENTS, strict=True)
     ]
     plain = _rendered(template, [_USER, {"role": "assistant", "content": _PROBE_TEXT}], open_answer=False)
-    one = _parts(template, plain, calls[:1])
+    before, _, after = (plain or "").rpartition(_PROBE_TEXT)
+    one = _parts(template, before, calls[:1])
     if one is None or not _takes_results(template, calls[0]):
         return None
-    begin, between, end = one[0].lstrip(), one[1], _without_turn_end(one[2], ends)
+    header, begin, between, end = one[0], one[1].lstrip(), one[2], _without_turn_end(one[3], ends)
     if not begin or any(call_id in part for call_id in _PROBE_IDS for part in (begin, between, end)):
         return None
-    two = _parts(template, plain, calls)
-    same = two is not None and [two[0].lstrip(), two[1], two[3]] == [begin, between, between]
-    join = two[2] if two is not None and same and _without_turn_end(two[4], ends) == end else ""
-    return CallSyntax(begin, between, join, end, text_arguments=text_arguments)
+    two = _parts(template, before, calls)
+    same = two is not None and [two[1].lstrip(), two[2], two[4]] == [begin, between, between]
+    join = two[3] if two is not None and same and _without_turn_end(two[5], ends) == end else ""
+    syntax = CallSyntax(begin, between, join, end, text_arguments=text_arguments)
+    if syntax.trigger in after or (header and closing.endswith(header)):
+        return None  # a text also ends with the trigger, or a call would stand where the end of a thought begins a text
+    if between.endswith("{") and end.startswith("}"):
+        return replace(syntax, between=between[:-1], join=join[1:], end=end[1:], braces=True)
+    return syntax
 
 
-def _parts(template: ChatTemplate, plain: str | None, calls: Sequence[Message]) -> list[str] | None:
-    """The text before, between and after the names and arguments of calls, as the template renders them.
+def _parts(template: ChatTemplate, before: str, calls: Sequence[Message]) -> list[str] | None:
+    """What the template writes before a text, if not before calls; and the text before, between and after the names and
+    arguments of calls.
 
-    :param plain: the same conversation, with text instead of the calls.
+    :param before: the same conversation up to a text in place of the calls.
     """
     answer: Message = {"role": "assistant", "content": "", "tool_calls": list(calls)}
     text = _rendered(template, [_USER, answer], open_answer=False)
-    if text is None or plain is None or _PROBE_WORDS not in text:
+    if text is None or not before or _PROBE_WORDS not in text:
         return None
-    at = _common(text, plain[: plain.rfind(_PROBE_TEXT)])
-    parts: list[str] = []
+    at = _answer_at(text, before, _rendered(template, [_USER]))
+    parts: list[str] = [before[at:].strip()]
     for call, arguments in zip(calls, _PROBE_ARGUMENTS, strict=False):
         name = call["function"]["name"]
         found = text.find(name, at)
@@ -274,16 +289,34 @@ def _parts(template: ChatTemplate, plain: str | None, calls: Sequence[Message]) 
     return [_ID_FIELD.sub("", part) for part in (*parts, text[at:])]
 
 
+def _answer_at(text: str, before: str, prompt: str | None) -> int:
+    """Where the answer begins in the text of a conversation. No mark is cut.
+
+    :param before: the same conversation up to another answer.
+    :param prompt: the prompt for an answer.
+    """
+    at = _common(text, before)
+    if prompt is not None and text.startswith(prompt):
+        at = max(at, len(prompt))
+    marks = re.finditer(_WORD_MARK, text)
+    return next((mark.start() for mark in marks if mark.start() < at < mark.end()), at)
+
+
 def _takes_results(template: ChatTemplate, call: Message) -> bool:
     assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = _result(call["id"], call["function"]["name"], _PROBE_RESULT)
     return _PROBE_RESULT in (_rendered(template, [_USER, assistant, result]) or "")
 
 
-def _rendered(template: ChatTemplate, messages: list[Message], *, open_answer: bool = True) -> str | None:
-    """The text of messages with the probe tools; None if the template refuses them."""
+def _rendered(
+    template: ChatTemplate, messages: list[Message], *, tools: Message = _WITH_TOOLS, open_answer: bool = True
+) -> str | None:
+    """The text of messages; None if the template refuses them.
+
+    :param tools: the variable of the template that has tools, if there are any.
+    """
     try:
-        return template.render(messages, {"tools": _PROBE_TOOLS, "add_generation_prompt": open_answer})
+        return template.render(messages, {**tools, "add_generation_prompt": open_answer})
     except BadArgument:
         return None
 
