@@ -313,6 +313,14 @@ BAD: dict[str, tuple[str, Callable[[Gguf], object]]] = {
     "tokens as numbers": ("not strings", lambda f: f.set("tokenizer.ggml.tokens", [1, 2])),
     "scores": ("1 entries for 2", lambda f: _vocabulary(f, [b"a", b"b"], scores=[0])),
     "special token": ("eos_token_id is 2", lambda f: _vocabulary(f, [b"a", b"b"], eos_token_id=2)),
+    "no mark in front": (
+        "bos_token_id names no token",
+        lambda f: _vocabulary(f, [b"a", b"b"], model="t5", add_bos_token=True, eos_token_id=1),
+    ),
+    "no mark behind": (
+        "seperator_token_id names no token",
+        lambda f: _vocabulary(f, [b"a", b"b"], model="bert", bos_token_id=0),
+    ),
     "missing byte": ("byte 0x00", lambda f: _vocabulary(f, [b"a", b"b"], model="llama")),
     "byte without number": (
         "names none",

@@ -8,6 +8,7 @@ import functools
 import logging
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from frameshard.engine.thinking import Thinking, find_thinking
 from frameshard.engine.tools import RESULT, CallSyntax, find_syntax
 from frameshard.engine.tools import chat as for_template
 from frameshard.engine.vocabulary import LeastTokens
-from frameshard.errors import BadArgument, Unsupported
+from frameshard.errors import BadArgument, OutOfMemory, Unsupported
 from frameshard.wire import messages as m
 
 logger = logging.getLogger("frameshard.engine")
@@ -26,19 +27,55 @@ logger = logging.getLogger("frameshard.engine")
 LONG_TEXT_CHARS = 1 << 15
 """Texts shorter than this are tokenised within 0.1 s, so no lower bound on their tokens is computed."""
 
+_SHALLOW_BYTES = 1024  # a shorter text needs at most half a megabyte of stack
+_STACK_PER_BYTE = 512
+_STACK_BYTES = 1 << 20  # for anything else
+_setting_stack = threading.Lock()
+
+
+def with_deep_stack(n_bytes: int, call: Callable[[], int]) -> int:
+    """Tokenises with a stack that is large enough. llama.cpp splits texts with the regular expressions of C++ for many
+    vocabularies. They recurse for each character of a word, at 260 bytes or more, so one long line of dashes would
+    exceed the usual stack and end the process.
+
+    :param n_bytes: the length of the text.
+    :param call: calls llama.cpp and raises nothing.
+    :returns: its result.
+    :raises OutOfMemory: the system refuses so large a stack.
+    """
+    if n_bytes <= _SHALLOW_BYTES:
+        return call()
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True, name="tokenize")
+    with _setting_stack:
+        usual = threading.stack_size(_STACK_BYTES + -(-n_bytes * _STACK_PER_BYTE // 4096) * 4096)  # whole pages
+        try:
+            thread.start()
+        except RuntimeError:
+            raise OutOfMemory(f"the system has no memory for the stack to tokenise a text of {n_bytes} bytes") from None
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return results[0]
+
 
 def tokenize(vocab: Any, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
     """Returns the token ids of ``text``; see :meth:`Tokenizer.tokenize`.
 
     :param vocab: llama.cpp's vocabulary.
+    :raises BadArgument: the vocabulary has no tokens for a part of the text.
     """
     data = text.encode("utf-8", "replace")
     room = len(data) + 8
     while True:
         tokens = (llama_cpp.llama_token * room)()
-        n = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, room, add_special, parse_special)
+        given = vocab, data, len(data), tokens, room, add_special, parse_special
+        n = with_deep_stack(len(data), functools.partial(llama_cpp.llama_tokenize, *given))
         if n >= 0:
-            return list(tokens[:n])
+            ids = list(tokens[:n])
+            if min(ids, default=0) < 0:
+                raise BadArgument("the model's vocabulary has no tokens for a part of the text")
+            return ids
         room = -n
 
 
@@ -83,6 +120,7 @@ class Tokenizer:
 
         :param add_special: add BOS and EOS if the model's vocabulary asks for them.
         :param parse_special: read the names of control tokens in the text as these tokens.
+        :raises BadArgument: the vocabulary has no tokens for a part of the text.
         """
         return tokenize(self.vocab, text, add_special=add_special, parse_special=parse_special)
 

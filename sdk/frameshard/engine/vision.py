@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import hashlib
 import io
 import logging
@@ -29,6 +30,7 @@ from frameshard import models, system
 from frameshard.engine.llama import DecodeAborted, StepTooLarge
 from frameshard.engine.runtime import STOCK, Runtime
 from frameshard.engine.sounds import MAX_SECONDS, MIN_SECONDS, Sound, is_sound, tone
+from frameshard.engine.tokenizer import with_deep_stack
 from frameshard.errors import (
     BadArgument,
     BadModel,
@@ -256,7 +258,8 @@ class Vision:
             data = prompt.encode("utf-8", "replace")
             text = mtmd.mtmd_input_text(data, len(data), add_special, True)
             array = (ctypes.c_void_p * max(1, len(bitmaps)))(*bitmaps)
-            if mtmd.mtmd_tokenize(self._context, chunks, ctypes.byref(text), array, len(bitmaps)) != 0:
+            given = self._context, chunks, ctypes.byref(text), array, len(bitmaps)
+            if with_deep_stack(len(data), functools.partial(mtmd.mtmd_tokenize, *given)) != 0:
                 raise BadArgument("the model's vision tower cannot use these images", field="images")
             for i in range(mtmd.mtmd_input_chunks_size(chunks)):
                 chunk = mtmd.mtmd_input_chunks_get(chunks, i)

@@ -74,7 +74,25 @@ def check_vocabulary(header: Header) -> int:
             token = whole(header.metadata, key, 0)
             if not 0 <= token < n_vocab and token not in (-1, 0xFFFFFFFF):
                 wrong(f"{key} is {value}, the vocabulary has {n_vocab} tokens")
+    _check_marks(header, n_vocab)
     return n_vocab
+
+
+def _check_marks(header: Header, n_vocab: int) -> None:
+    """llama.cpp puts marks around a text, and aborts if the vocabulary has no such token. Other kinds of vocabulary
+    have one by default."""
+    marks: dict[str, int] = {}  # with llama.cpp's default; -1: none
+    if header.metadata.get("tokenizer.ggml.model") == "bert":
+        marks = {"bos": 101, "seperator": 102}
+    elif header.metadata.get("tokenizer.ggml.model") == "t5":
+        kinds = (("bos", -1, False), ("eos", 1, True))
+        marks = {
+            name: token for name, token, adds in kinds if header.metadata.get(f"tokenizer.ggml.add_{name}_token", adds)
+        }
+    for name, default in marks.items():
+        token = whole(header.metadata, f"tokenizer.ggml.{name}_token_id", default)
+        if not (0 <= token < n_vocab or 0 <= default < n_vocab):
+            wrong(f"tokenizer.ggml.{name}_token_id names no token, and texts need that mark")
 
 
 def _check_bytes(header: Header, words: list[bytes]) -> None:

@@ -1,0 +1,75 @@
+"""Texts that llama.cpp cannot tokenise as they are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import llama_cpp
+import pytest
+
+from frameshard.engine.tokenizer import tokenize
+from frameshard.errors import BadArgument
+
+LONG = """
+import sys
+import llama_cpp
+from frameshard.engine.tokenizer import tokenize
+
+params = llama_cpp.llama_model_default_params()
+params.vocab_only = True
+model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), params)
+vocab = llama_cpp.llama_model_get_vocab(model)
+for part in ("=", "a", "A", " ", "\\xe4", "\\u8a9e", "\\n", "1"):
+    for n in (10, 60_000):
+        tokens = tokenize(vocab, part * n, add_special=False, parse_special=False)
+        assert len(tokens) == n * len(part.encode()), (part, len(tokens))
+"""
+
+
+def write_vocabulary(path: Path, model: str, tokens: list[str], pre: str = "default") -> None:
+    """Writes a model without weights. It has one token more, which ends an answer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*tokens, "<end>"])
+    writer.add_token_types([1] * len(tokens) + [3])
+    writer.add_token_merges(["~ ~"])
+    writer.add_bos_token_id(len(tokens))
+    writer.add_eos_token_id(len(tokens))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("pre", ["tekken", "gpt-4o", "deepseek-v3", "default"])
+def test_a_long_text_of_one_kind_of_character_does_not_end_the_process(tmp_path: Path, pre: str) -> None:
+    """llama.cpp splits the texts of these vocabularies with the regular expressions of C++, which recurse."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    tokens = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    write_vocabulary(tmp_path / "vocabulary.gguf", "gpt2", tokens, pre)
+    done = subprocess.run([sys.executable, "-c", LONG, tmp_path / "vocabulary.gguf"], capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.gguf"
+    write_vocabulary(path, "rwkv", ["a", "b", "ab"])
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(bytes(path), params)
+    try:
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        assert tokenize(vocab, "aba", add_special=True, parse_special=False) == [2, 0]
+        with pytest.raises(BadArgument, match="no tokens for a part"):
+            tokenize(vocab, "abc", add_special=True, parse_special=False)
+    finally:
+        llama_cpp.llama_model_free(model)
