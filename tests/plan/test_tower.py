@@ -16,6 +16,7 @@ import tiny_towers
 from frameshard.errors import BadModel, ModelNotFound
 from frameshard.plan.model import read_model
 from frameshard.plan.tower import read_tower
+from tiny_towers.file import TowerFile
 
 
 def test_a_sound_tower(mmproj_path: Path) -> None:
@@ -89,7 +90,7 @@ WRONG: dict[str, tuple[str, dict[str, int | list[int]], str]] = {
 def test_wrong_numbers_are_refused_in_words(case: str, tmp_path: Path) -> None:
     name, keys, says = WRONG[case]
     tower = tiny_towers.TOWERS[name]
-    file = tiny_towers.TowerFile(name, tmp_path / "wrong.gguf", tower.kind, tower.projector)
+    file = TowerFile(name, tmp_path / "wrong.gguf", tower.kind, tower.projector)
     tower.fill(file)
     file.keys(**keys)
     file.close()
@@ -98,7 +99,7 @@ def test_wrong_numbers_are_refused_in_words(case: str, tmp_path: Path) -> None:
 
 
 def test_a_tower_that_speaks_is_refused(tmp_path: Path) -> None:
-    file = tiny_towers.TowerFile("speaker", tmp_path / "speaker.gguf", "audio", "pockettts_spkenc")
+    file = TowerFile("speaker", tmp_path / "speaker.gguf", "audio", "pockettts_spkenc")
     tiny_towers.TOWERS["qwen2a"].fill(file)
     file.close()
     with pytest.raises(BadModel, match="pockettts_spkenc, which speaks"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiny_towers import Tower, TowerFile
+from tiny_towers.file import Tower, TowerFile
 from tiny_towers.qwen import qwen25vl
 from tiny_towers.siglip import gemma4uv, gemma4v_small
 from tiny_towers.sounds import gemma4a, gemma4ua, qwen2a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tiny_towers import N_EMBD, Tower, TowerFile
+from tiny_towers.file import N_EMBD, Tower, TowerFile
 from tiny_towers.plain import FF, HEADS, LAYERS, PATCH, WIDTH, layers
 
 _SIDE = 112

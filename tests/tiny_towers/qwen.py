@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiny_towers import N_EMBD, Tower, TowerFile
+from tiny_towers.file import N_EMBD, Tower, TowerFile
 
 MERGED = 4
 """Patches in one token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiny_towers import N_EMBD, Tower, TowerFile
+from tiny_towers.file import N_EMBD, Tower, TowerFile
 from tiny_towers.plain import LAYERS, PATCH, WIDTH, layers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiny_towers import N_EMBD, Tower, TowerFile
+from tiny_towers.file import N_EMBD, Tower, TowerFile
 
 WIDTH, FF, LAYERS, HEADS = 64, 256, 2, 4
 HIDDEN = 128  # of projectors
