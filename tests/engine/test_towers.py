@@ -127,3 +127,26 @@ def test_a_job_has_an_image_and_a_sound(tmp_path: Path) -> None:
     assert seen > text + 10
     assert heard > text + 10
     assert both - seen >= heard - text - 3  # but for what stands around a sound
+
+
+def test_an_image_for_which_the_device_has_no_memory(tmp_path: Path) -> None:
+    """Only its job fails, and it may be sent again."""
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("llama", model)
+    tiny_towers.make("qwen2vl", mmproj)
+    for allocation in range(12, 40):
+        faults = f"alloc={allocation}"
+        child = EngineProcess(faults)
+        try:
+            loaded = child.load(model, mmproj=str(mmproj), device="emulated", n_ctx=512, n_parallel=1, n_ubatch=128)
+            if loaded["ev"] != "ready":
+                continue
+            image = {"format": "rgb", "width": 300, "height": 280, "data": bytes(3 * 300 * 280)}
+            ends = [child.run("What is this?", images=[image], params={"max_tokens": 2})[-1] for _ in range(2)]
+        finally:
+            child.close()
+        if ends[0]["ev"] == "failed":
+            assert ends[0]["error"]["name"] == "out_of_memory"
+            assert ends[1]["ev"] == "done"
+            return
+    pytest.fail("no allocation of an image was refused")

@@ -235,14 +235,13 @@ class Batcher:
                 outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, "all") for job, tokens in batch])
         except (DecodeAborted, ContextOverflow) as error:
             failure = error
-        except (BudgetBelowFloor, BadArgument) as error:
-            if picture is None:
+        except (BudgetBelowFloor, BadArgument, OutOfMemory) as error:
+            if isinstance(error, OutOfMemory) and self._runtime.aborted:
+                failure = DecodeAborted()  # whether a smaller step has room shows when it runs again
+            elif picture is None:
                 raise
-            failure = error
-        except OutOfMemory:
-            if not self._runtime.aborted:
-                raise
-            failure = DecodeAborted()  # whether a smaller step has room shows when it runs again
+            else:
+                failure = error
         self._in_flight.end()
         for job in jobs:
             job.gave_way = isinstance(failure, DecodeAborted)

@@ -37,6 +37,7 @@ from frameshard.errors import (
     BudgetBelowFloor,
     ContextOverflow,
     FrameshardError,
+    OutOfMemory,
     Unsupported,
     below_floor,
 )
@@ -68,6 +69,7 @@ TRY_SIDE = 64
 NODES_A_LOOK = 16
 """On the CPU, the number of graph nodes between two checks for an abort."""
 
+_ALLOC_FAILED = " error -2"  # the end of libmtmd's message for GGML_STATUS_ALLOC_FAILED
 _FORMATS = ("PNG", "JPEG")
 _CHANNELS = {"rgb": 3, "rgba": 4}
 
@@ -345,6 +347,7 @@ class Vision:
 
         :raises DecodeAborted: the runtime was aborted.
         :raises BudgetBelowFloor: the budget has no room for an image of this size; the error has the budget it needs.
+        :raises OutOfMemory: the device refuses memory that the budget allows.
         :raises BadArgument: the tower fails with this image or sound.
         """
         known = self._cache.pop(picture.digest, None)
@@ -375,8 +378,10 @@ class Vision:
                     budget_bytes=stats.budget_bytes,
                     floor_bytes=stats.image_floor_bytes,
                 )
-            reason = f": {_errors[-1]}" if _errors else ", and does not say why"
-            raise BadArgument(f"the tower fails with this image or sound{reason}", field="images")
+            reason = _errors[-1] if _errors else "no reason given"
+            if reason.endswith(_ALLOC_FAILED):
+                raise OutOfMemory("the device refused memory for an image or sound: another program uses it")
+            raise BadArgument(f"the tower fails with this image or sound: {reason}", field="images")
         n_embd = int(llama_cpp.llama_model_n_embd_inp(self._runtime.llama.model))
         return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (picture.n_tokens, n_embd)).copy()
 
