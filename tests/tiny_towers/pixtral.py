@@ -80,15 +80,16 @@ def _pixtral(file: TowerFile) -> None:
 
 
 def _mistral3(file: TowerFile) -> None:
-    _pixtral_layers(file, 14, 1540)
-    _patch_merger(file, 2)
-    file.weights("mm.1", WIDTH, N_EMBD)
-    file.weights("mm.2", N_EMBD, N_EMBD)
+    _merged_pixtral(file, 1540)
     file.tensor("v.token_embd.img_break", N_EMBD)
 
 
 def _lightonocr(file: TowerFile) -> None:
-    _pixtral_layers(file, 14, 560)
+    _merged_pixtral(file, 560)
+
+
+def _merged_pixtral(file: TowerFile, side: int) -> None:
+    _pixtral_layers(file, 14, side)
     _patch_merger(file, 2)
     file.weights("mm.1", WIDTH, N_EMBD)
     file.weights("mm.2", N_EMBD, N_EMBD)

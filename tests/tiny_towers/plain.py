@@ -7,7 +7,7 @@ from tiny_towers.file import N_EMBD, Tower, TowerFile
 WIDTH, FF, LAYERS, HEADS, PATCH = 128, 512, 3, 4, 14
 
 
-def layers(file: TowerFile, *, qkv_bias: bool = True, swapped: bool = False) -> None:
+def layers(file: TowerFile, *, swapped: bool = False) -> None:
     """The keys and tensors of plain layers: two norms, attention, and a feed-forward network without a gate.
 
     :param swapped: what goes up is named down, as in the files of the oldest converters.
@@ -17,7 +17,7 @@ def layers(file: TowerFile, *, qkv_bias: bool = True, swapped: bool = False) -> 
     file.key("attention.head_count", HEADS)
     for i in range(LAYERS):
         for name in ("attn_q", "attn_k", "attn_v"):
-            file.weights(f"v.blk.{i}.{name}", WIDTH, WIDTH, bias=qkv_bias)
+            file.weights(f"v.blk.{i}.{name}", WIDTH, WIDTH, bias=True)
         file.weights(f"v.blk.{i}.attn_out", WIDTH, WIDTH, bias=True)
         file.weights(f"v.blk.{i}.{up}", WIDTH, FF, bias=True)
         file.weights(f"v.blk.{i}.{down}", FF, WIDTH, bias=True)
