@@ -528,9 +528,13 @@ static ggml_status begin_graph(Device &d, const ggml_cgraph *graph) {
         return disk_failed(d.cache.why());
     }
     for (GraphMemory *memory : d.memories.of(graph, graph_memories)) {
-        if (!d.hold(*memory) || std::exchange(memory->lost_input, false)) {
+        memory->begin_use();
+        if (!d.hold(*memory)) {
             GGML_LOG_DEBUG("frameshard: no memory for a graph\n"); // the caller decides whether this is an error
             return GGML_STATUS_ALLOC_FAILED;
+        }
+        if (std::exchange(memory->lost_input, false)) {
+            return GGML_STATUS_ABORTED; // the budget has grown since: it runs when its input is written again
         }
     }
     return GGML_STATUS_SUCCESS;

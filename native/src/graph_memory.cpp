@@ -18,6 +18,11 @@ void GraphMemory::add(size_t at, size_t bytes) {
     tensors_.emplace_back(at, at + bytes);
 }
 
+void GraphMemory::begin_use() {
+    std::lock_guard<std::mutex> lock(adding_mutex_);
+    in_use_ = true;
+}
+
 bool GraphMemory::in_use() const {
     std::lock_guard<std::mutex> lock(adding_mutex_);
     return in_use_;

@@ -39,7 +39,9 @@ class GraphMemory {
     size_t least_bytes() const { return least_; }
     uint64_t version() const { return version_; } // compiled programs with another one are no longer right
 
-    // [any thread] Whether the time is between the first tensor of a graph and end_use(), when its results were read.
+    // [any thread] A graph is in use from its first tensor to end_use(), when its results were read. llama.cpp adds no
+    // tensors if it uses the graph before again: then that begins with begin_use().
+    void begin_use();
     bool in_use() const;
     void end_use();
 

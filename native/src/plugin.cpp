@@ -110,6 +110,9 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
             GGML_ABORT("frameshard: no memory for %zu bytes of the KV cache", size);
         }
     } else if (c->graph) {
+        if (writes) {
+            c->graph->begin_use();
+        }
         if (!d.hold(*c->graph)) {
             c->graph->lost_input = c->graph->lost_input || writes;
             GGML_LOG_DEBUG("frameshard: no VRAM for the compute buffer of a graph\n");
