@@ -96,10 +96,11 @@ def test_the_result_is_that_of_one_step_after_the_other(
     assert left_out_bytes > 0
 
 
-def test_a_step_that_was_not_complete_for_certain_is_taken_back(tiny_model: Callable[[str], Path]) -> None:
-    """An abort ends the step that runs or the next one, which raises the error."""
-    lengths, same = run(TAKEN_BACK, tiny_model("llama"))
-    assert lengths == [0, 0, 64, 128, 192]
+@pytest.mark.parametrize("name", ["llama", "deepseek4", "falcon-h1", "mamba2"])
+def test_a_step_that_was_not_complete_for_certain_is_taken_back(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """An abort ends the step that runs or the next one, which raises the error. A recurrent state is lost."""
+    lengths, same = run(TAKEN_BACK, tiny_model(name))
+    assert lengths == ([0, 0, 64, 128, 192] if name == "llama" else [0] * 5)
     assert same == [True] * 5
 
 

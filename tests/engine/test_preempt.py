@@ -94,6 +94,16 @@ refused, n_begun, _ = run(beside=refuses)
 print(json.dumps([refused == undisturbed, n_begun == n_decodes]))
 """
 
+ABORTED = """
+def aborts(n):
+    if n in (2, 9, 25):
+        runtime.abort()
+
+undisturbed, n_decodes, _ = run()
+disturbed, n_begun, _ = run(aborts)
+print(json.dumps([disturbed == undisturbed, n_begun > n_decodes]))
+"""
+
 ANY_MOMENT = """
 import threading
 stop = threading.Event()
@@ -139,6 +149,13 @@ def test_a_decode_may_give_way_at_any_moment(tiny_model: Callable[[str], Path], 
 def test_a_decode_that_gives_way_may_have_no_room(tiny_model: Callable[[str], Path]) -> None:
     """What it lacks shows when it runs again."""
     assert results(NO_ROOM, tiny_model("llama"), "emulated") == [True, True]
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("name", ["llama", "falcon-h1", "mamba2"])
+def test_a_decode_that_was_aborted_runs_again(tiny_model: Callable[[str], Path], name: str, device: str) -> None:
+    """As a budget does that falls. A recurrent state is lost with it: its text is read again, also in mid-answer."""
+    assert results(ABORTED, tiny_model(name), device) == [True, True]
 
 
 def test_a_recurrent_state_cannot_be_decoded_again(tiny_model: Callable[[str], Path]) -> None:

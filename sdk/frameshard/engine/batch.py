@@ -248,8 +248,8 @@ class Batcher:
         if failure is not None:
             for job in jobs:
                 slot = job_slot(job)
-                if self._runtime.length(slot.seq) == 0:
-                    slot.cut(0)
+                if slot.tokens and self._runtime.length(slot.seq) == 0:
+                    self._begin_again(job, slot)
                 # After an abort a job decodes the same again, or is about to be cancelled. A prompt goes on in steps
                 # that fit the budget.
                 if isinstance(failure, FrameshardError):
@@ -544,6 +544,13 @@ class Batcher:
         history = pack_shapes(job.history if answering else [*slot.shapes, *job.shapes]) if exact else ()
         started = em.Started(job.id, len(job.prompt), n_reused, job.seed, history, job.answer.n_given)
         return [started, *self._take_up(job)] if answering or not exact else [started]
+
+    def _begin_again(self, job: Job, slot: Slot) -> None:
+        """Lets a job read its text again, with its answer so far: a recurrent state is lost with an aborted decode."""
+        answered = [] if job.prefilling else [(1, 1)]  # the last token of the answer was not decoded yet
+        job.to_prefill = job.prompt + job.produced
+        job.shapes = collections.deque([*slot.shapes, *job.shapes, *answered])
+        slot.cut(0)
 
     def _required_shapes(self, job: Job) -> list[Shape]:
         """The shapes in which a job must be decoded in mode stream-only: those of its first run; without a conversation

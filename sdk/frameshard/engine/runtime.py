@@ -520,11 +520,12 @@ class Runtime:
         before = {rows.seq: self._lengths[rows.seq] for rows in batch}
         behind, self._behind = self._behind, before if ahead else {}
         succeeded = False
+        lost = behind
         try:
             outputs = self._run(batch, ahead=ahead)
             succeeded = True
         except (DecodeAborted, OutOfMemory) as error:
-            self._cut_back(before)
+            lost = {**before, **behind}
             self._explain(error, sum(len(rows.tokens) for rows in batch))
         except FrameshardError:
             self.check_file()  # a file that has changed is the better reason
@@ -534,7 +535,7 @@ class Runtime:
                 self.device.end_graph()
             if not succeeded:
                 self._behind = {}
-                self._cut_back(behind)
+                self._cut_back(lost)
         for rows in batch:
             self._lengths[rows.seq] += len(rows.tokens)
         size = GraphSize(sum(len(rows.tokens) for rows in batch), max(before.values()), len(batch))
