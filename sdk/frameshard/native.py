@@ -642,6 +642,8 @@ class ShardDevice:
         copy_bytes: int = 16 << 20,
     ) -> None:
         self._lib, handle = _load()
+        self.parked = False
+        """Between :meth:`park` and :meth:`unpark`."""
         self.inner, link_gbps, disk_gbps = parse_device(inner)
         ggml.load_module_of(self.inner)
         config = _Config(
@@ -722,6 +724,7 @@ class ShardDevice:
         """Frees all VRAM except for the driver's own. The KV cache moves to host memory. No decode may run before
         :meth:`unpark`."""
         self._check(self._lib.fsd_park())
+        self.parked = True
 
     def unpark(self) -> None:
         """Takes the VRAM again, within the budget in force. After an error the device stays parked.
@@ -730,6 +733,7 @@ class ShardDevice:
         :raises OutOfMemory: the inner device refuses the memory.
         """
         self._check(self._lib.fsd_unpark())
+        self.parked = False
 
     def memory(self) -> tuple[int, int]:
         """Any thread: the free and the total bytes of the inner device's memory."""

@@ -156,10 +156,10 @@ class EngineProcess:
         stats: Event = event["stats"]
         return stats
 
-    def budget(self, n_bytes: int, timeout_s: float = 10.0) -> int:
+    def budget(self, n_bytes: int, timeout_s: float = 10.0, *, parked: bool = False) -> int:
         """Asks for a VRAM budget in bytes; returns the number of the request."""
         seq = next(self._numbers)
-        self.send(op="budget", seq=seq, vram_budget_bytes=n_bytes, timeout_s=timeout_s)
+        self.send(op="budget", seq=seq, vram_budget_bytes=n_bytes, timeout_s=timeout_s, parked=parked)
         return seq
 
     @contextmanager

@@ -63,6 +63,22 @@ def test_a_cancelled_prompt_leaves_a_sound_sequence(child: EngineProcess, delay_
     assert ids(child.run(PROMPT, params=PARAMS)) == alone
 
 
+def test_jobs_end_while_the_engine_is_parked(child: EngineProcess) -> None:
+    """Those without a conversation give up their sequence, of which nothing can be changed then."""
+    alone = ids(child.run(PROMPT, params=PARAMS))
+    with child.slowly():
+        jobs = [child.submit(PROMPT, conversation=name, params={**PARAMS, "max_tokens": 500}) for name in (None, "p")]
+        child.wait_for("token", job=jobs[1])
+        child.budget(0, parked=True)
+        child.wait_for("released")
+        for job in jobs:
+            child.send(op="cancel", job=job)
+        assert [events[-1]["ev"] for events in child.finish(*jobs).values()] == ["cancelled"] * 2
+        child.budget(0)
+        child.wait_for("released")
+    assert ids(child.run(PROMPT, params=PARAMS)) == alone
+
+
 LOAD = """
 import os, sys
 from frameshard.cli.upstream import environment

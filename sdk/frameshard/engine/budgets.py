@@ -214,8 +214,10 @@ class Budgets:
 
         def change() -> None:
             try:
-                if park != self.parked and runtime.device is not None:
-                    (runtime.device.park if park else runtime.device.unpark)()
+                if park and not self.parked and runtime.device is not None:
+                    runtime.device.park()
+                elif self.parked and not park:
+                    runtime.unpark()
                 self.parked = park
                 self._replan()
             except FrameshardError as error:

@@ -455,9 +455,20 @@ class Runtime:
         return length
 
     def clear(self, seq: int) -> None:
-        """Empties sequence ``seq``."""
+        """Empties sequence ``seq``. While the device is parked, nothing can be freed: :meth:`unpark` does the rest."""
+        if self.device is not None and self.device.parked:
+            self._lengths[seq] = 0
+            return
         self.llama.remove(seq, 0)
         self._set_length(seq, 0)
+
+    def unpark(self) -> None:
+        """Takes the VRAM of a parked device again. Raises the errors of :meth:`ShardDevice.unpark`."""
+        if self.device is not None:
+            self.device.unpark()
+        for seq, length in enumerate(self._lengths):
+            if length == 0:
+                self.clear(seq)
 
     def advance(self, seq: int, positions: int) -> None:
         """Adds ``positions`` to the length of sequence ``seq``, after libmtmd has decoded an image into it."""
