@@ -68,11 +68,12 @@ def test_an_image_that_one_step_must_decode(tmp_path: Path) -> None:
         assert child.run("Hello.", params={"max_tokens": 3})[-1]["ev"] == "done"
 
 
-def test_a_tower_that_needs_positions_in_several_dimensions(tmp_path: Path) -> None:
-    """Beside another model libmtmd ends the process at the first image."""
+@pytest.mark.parametrize(("arch", "tower"), [("llama", "hunyuanvl"), ("glm4moe", "gemma3")])
+def test_images_that_need_positions_in_several_dimensions(arch: str, tower: str, tmp_path: Path) -> None:
+    """Without them llama.cpp ends the process at the first image."""
     model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
-    tiny_models.make("llama", model)
-    tiny_towers.make("hunyuanvl", mmproj)
+    tiny_models.make(arch, model)
+    tiny_towers.make(tower, mmproj)
     child = EngineProcess()
     try:
         event = child.load(model, mmproj=str(mmproj), device="cpu", n_ctx=512, n_parallel=1)

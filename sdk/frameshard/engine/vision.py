@@ -219,9 +219,14 @@ class Vision:
         if not self._context:
             self.close()
             raise BadModel(f"libmtmd refuses {mmproj} for this model: {'; '.join(_errors)}", path=mmproj)
-        if tower.projector == "hunyuanvl" and not mtmd.mtmd_decode_use_mrope(self._context):
-            self.close()  # libmtmd would end the process at the first image
-            raise BadModel(f"{mmproj} needs a model with positions in several dimensions (M-RoPE)", path=mmproj)
+        needs_mrope = tower.projector == "hunyuanvl" or runtime.model_info.arch in ("glm4", "glm4moe")
+        if needs_mrope and not mtmd.mtmd_decode_use_mrope(self._context):
+            self.close()  # llama.cpp would end the process at the first image
+            raise BadModel(
+                f"{mmproj} needs a model with positions in several dimensions (M-RoPE), which the model's file lacks:"
+                " take a newer conversion",
+                path=mmproj,
+            )
         self._sees = bool(mtmd.mtmd_support_vision(self._context))
         self._hears = bool(mtmd.mtmd_support_audio(self._context))
 
