@@ -930,6 +930,8 @@ def _open_log(log: int | None) -> Iterator[int]:
     closed."""
     try:
         fd = os.open(os.devnull, os.O_WRONLY) if log == subprocess.DEVNULL else os.dup(2 if log is None else log)
+    except TypeError:
+        raise BadArgument("log is a file descriptor, such as file.fileno()", field="log") from None
     except OSError as error:
         if log is not None:
             raise BadArgument(f"log is no open file descriptor: {error.strerror}", field="log") from None

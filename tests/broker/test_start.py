@@ -266,3 +266,15 @@ def test_too_few_files_are_an_error_by_name() -> None:
     done = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, text=True, timeout=60)
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["name"], error["detail"]) == (3, "unsupported", {"files": 64, "needed": 1024})
+
+
+@in_trio
+async def test_a_log_that_is_no_descriptor(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        with pytest.raises(errors.BadArgument, match=r"fileno\(\)"):
+            async with frameshard.launch("no model", engine=fake_engine(), log=file):  # type: ignore[arg-type]
+                pass
+        closed = file.fileno()
+    with pytest.raises(errors.BadArgument, match="no open file descriptor"):
+        async with frameshard.launch("no model", engine=fake_engine(), log=closed):
+            pass
