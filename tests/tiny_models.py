@@ -202,6 +202,28 @@ def _llama(file: _File) -> None:
         file.ffn(i, 512)
 
 
+def _gpt2(file: _File) -> None:
+    n = file.n_embd
+    file.key("feed_forward_length", 512)
+    file.key("attention.head_count", 4)
+    file.key("attention.layer_norm_epsilon", 1e-5)
+    file.head()
+    file.matrix("position_embd", n, N_CTX_TRAIN, kind="F32")
+    file.vector("output_norm.bias", n, mean=0.0)
+    for i in range(file.n_layer):
+        file.norms(i, "attn_norm", "ffn_norm")
+        for name, inputs, outputs in (
+            ("attn_qkv", n, 3 * n),
+            ("attn_output", n, n),
+            ("ffn_up", n, 512),
+            ("ffn_down", 512, n),
+        ):
+            file.matrix(f"blk.{i}.{name}", inputs, outputs)
+            file.vector(f"blk.{i}.{name}.bias", outputs, mean=0.0)
+        for name in ("attn_norm", "ffn_norm"):
+            file.vector(f"blk.{i}.{name}.bias", n, mean=0.0)
+
+
 def _qwen3moe(file: _File) -> None:
     file.key("feed_forward_length", 512)
     file.key("expert_count", 16)
@@ -639,6 +661,7 @@ class Tiny:
 
 ARCHS: dict[str, Tiny] = {
     "llama": Tiny("dense", "llama", 4, 256, _llama),
+    "gpt2": Tiny("an embedding for each position", "gpt2", 4, 256, _gpt2),
     "qwen3moe": Tiny("experts, quantised", "qwen3moe", 4, 256, _qwen3moe),
     "deepseek2": Tiny("latent attention, shared experts, a dense first layer", "deepseek2", 4, 256, _deepseek2),
     "deepseek4": Tiny("a sliding and a compressed KV cache in each layer", "deepseek4", 4, 512, _deepseek4),

@@ -15,7 +15,7 @@ from engine_driver import EngineProcess, engine, ids, text
 
 import tiny_models
 from frameshard.errors import Unsupported
-from frameshard.plan.memory import check_sequences
+from frameshard.plan.memory import check_context, check_sequences
 from frameshard.plan.model import read_model
 
 PROMPT = "abc def ghi jkl mno pqr stu vwx yz. " * 3
@@ -106,6 +106,22 @@ def test_three_sequences_with_steps_that_are_no_multiple_of_three(tiny_model: Ca
         jobs = [running.submit(PROMPT, params=PARAMS) for _ in range(3)]
         ended = running.finish(*jobs)
         assert [ended[job][-1]["ev"] for job in jobs] == ["done"] * 3
+
+
+def test_a_context_with_more_tokens_than_the_model_has_positions_for(tiny_model: Callable[[str], Path]) -> None:
+    """llama.cpp aborts at the first token beyond them."""
+    gpt2 = read_model(tiny_model("gpt2"))
+    most = gpt2.n_ctx_train
+    check_context(gpt2, most)
+    check_context(read_model(tiny_model("llama")), most + 1)
+    child = EngineProcess()
+    try:
+        event = child.load(gpt2.path, device="cpu", n_ctx=most + 1, n_parallel=1)
+    finally:
+        child.close()
+    assert (event["ev"], event["error"]["name"]) == ("fatal", "unsupported")
+    assert event["error"]["detail"]["n_ctx"] == most
+    assert f"n_ctx {most}" in event["error"]["message"]
 
 
 def test_models_that_llama_cpp_mixes_up_are_refused(tiny_model: Callable[[str], Path]) -> None:

@@ -125,6 +125,7 @@ class _Forecast:
         from frameshard.wire.launch import adapter_of
 
         memory.check_kv_type(model, args.kv_type)
+        memory.check_context(model, args.ctx)
         self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
         self.device, self.host_budget = profile.device, args.host_budget
         self.where = str(profile.fingerprint.get("gpus", self.device))

@@ -40,7 +40,14 @@ from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, Frame
 from frameshard.ggml import device_handle, disable_early_kernels
 from frameshard.native import EMULATED, ShardDevice, parse_device
 from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
-from frameshard.plan.memory import check_kv_type, check_sequences, estimate_floor, logits_rows, mask_bytes
+from frameshard.plan.memory import (
+    check_context,
+    check_kv_type,
+    check_sequences,
+    estimate_floor,
+    logits_rows,
+    mask_bytes,
+)
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import GraphSize
 from frameshard.plan.steps import EXACT_STEP, floor_step, most_step, step_sizes
@@ -119,6 +126,7 @@ class Runtime:
         llamalog.install()
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
+        check_context(self.model_info, config.n_ctx)
         check_sequences(self.model_info, config.n_parallel)
         if self.model_info.embedding_by_layer:
             # Else llama.cpp's logits are wrong by several units (Gemma 3n and 4 on an H100, ggml at our pin).

@@ -51,6 +51,20 @@ def check_sequences(model: Model, n_parallel: int) -> None:
         )
 
 
+def check_context(model: Model, n_ctx: int) -> None:
+    """Checks that the model has positions for a context of so many tokens. Those with a learned embedding of each
+    position (GPT-2, StarCoder, MPT) have no others; llama.cpp ends the process at the first token beyond them.
+
+    :raises Unsupported: it has not.
+    """
+    n_positions = next((t.shape[1] for t in model.tensors if t.name == "position_embd.weight"), None)
+    most = n_ctx if n_positions is None else n_positions // _PAGE * _PAGE
+    if n_ctx > most:
+        raise Unsupported(
+            f"this model has embeddings for {n_positions} positions: load it with n_ctx {most}", n_ctx=most
+        )
+
+
 def check_kv_type(model: Model, kv_type: KvType) -> None:
     """Checks that the model can have a KV cache of this type.
 
