@@ -1,4 +1,4 @@
-"""The command line that storm.py and fuzz.py share."""
+"""The command line that all programs here share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs the storm and the fuzzer for 36 seconds in all; ``make hostile`` runs them for FRAMESHARD_HOSTILE_S seconds.
+"""Runs the storm and the fuzzer for 36 seconds in all; ``make hostile`` runs them for FRAMESHARD_HOSTILE_S seconds. As
+much time again goes to changes of the budget, which are tried with a model of each architecture.
 
 Their reports are printed (``pytest -s``). FRAMESHARD_HOSTILE_SEED repeats a run with a seed that has failed.
 """
@@ -16,8 +17,11 @@ import pytest
 import trio
 
 sys.path.insert(0, str(Path(__file__).parent))
+import budgets
 import fuzz
 import storm
+
+import tiny_models
 
 SECONDS = float(os.environ.get("FRAMESHARD_HOSTILE_S", "36"))
 SEED = int(os.environ.get("FRAMESHARD_HOSTILE_SEED", "1"))
@@ -30,7 +34,7 @@ FDS = 4
 pytestmark = pytest.mark.timeout(SECONDS + 900)
 
 
-def show(report: fuzz.Report | storm.Report) -> None:
+def show(report: budgets.Report | fuzz.Report | storm.Report) -> None:
     print(json.dumps(dataclasses.asdict(report), indent=2))
 
 
@@ -47,6 +51,22 @@ def test_no_fault_loses_an_answer(tiny_model: Callable[[str], Path], encoder_pat
     before, after = report.broker_rss_mb
     assert after < before + RSS_MB
     assert report.broker_fds[1] < report.broker_fds[0] + FDS
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("arch", tiny_models.ARCHS)
+def test_no_change_of_the_budget_takes_the_engine_down(
+    arch: str, planned: bool, tiny_model: Callable[[str], Path]
+) -> None:
+    seconds = SECONDS / len(tiny_models.ARCHS) / 2
+    parallel = 2 if planned else 1
+    report = trio.run(
+        lambda: budgets.rush(tiny_model(arch), seconds=seconds, seed=SEED, parallel=parallel, planned=planned)
+    )
+    show(report)
+    assert report.problems == []
+    assert report.ends
+    assert report.budgets > 0
 
 
 def test_no_message_takes_the_service_down(talking_model: Path, encoder_path: Path) -> None:
