@@ -109,7 +109,7 @@ sanitize: $(VENV)/installed ## native tests under ASan with UBSan, then under TS
 	  ctest --test-dir build/native-$$kind --output-on-failure || exit 1; done
 
 HOSTILE_S ?= 600
-hostile: $(VENV)/installed ## faults and wrong requests around a running sidecar, HOSTILE_S seconds (600)
+hostile: $(VENV)/installed ## faults, wrong requests and changes of the budget at random, twice HOSTILE_S seconds (600)
 	FRAMESHARD_HOSTILE_S=$(HOSTILE_S) $(BIN)/python -m pytest -s tests/hostile
 
 soak: $(VENV)/installed ## an hour of simulated play; fails when memory, files or VRAM grow or a job is lost
