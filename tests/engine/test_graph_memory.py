@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from engine_driver import engine, ids
 
 MIB = 1 << 20
@@ -35,6 +37,37 @@ with Runtime.load(config) as runtime:
     names = ("graph_bytes", "least_graph_bytes", "most_graph_bytes", "floor_bytes", "arena_bytes", "peak_bytes")
     print(json.dumps([[{name: getattr(each, name) for name in names} for each in seen], np.stack(logits).tolist()]))
 """
+
+LOW_FLOOR = """
+import json, sys
+from frameshard.engine.batch import Batcher
+from frameshard.engine.request import RequestReader
+from frameshard.engine.runtime import Runtime
+from frameshard.wire import engine as em
+from frameshard.wire.messages import Sampling
+
+path, mode = sys.argv[1:]
+config = em.EngineConfig(path, device="emulated", n_ctx=1024, n_ubatch=128, n_parallel=2, n_threads=1, mode=mode)
+ends = []
+with Runtime.load(config) as runtime:
+    device, batcher, reader = runtime.device, Batcher(runtime), RequestReader(runtime)
+    device.set_floor_graphs(device.stats().floor_graph_bytes // 10)
+    for number, budget_bytes in enumerate((device.stats().floor_bytes, 0)):
+        device.set_budget(budget_bytes, timeout_s=60)
+        batcher.add(reader.read(em.Submit(number, "completion", Sampling(max_tokens=4), prompt="a" * 400)))
+        while batcher.busy:
+            events = batcher.step()
+        ends.append(events[-1].error.name if isinstance(events[-1], em.Failed) else events[-1].reason)
+print(json.dumps(ends))
+"""
+
+
+@pytest.mark.parametrize("mode", ["planned", "stream_only"])
+def test_a_floor_that_is_too_low_fails_the_job_alone(mode: str, tiny_model: Callable[[str], Path]) -> None:
+    command = [sys.executable, "-c", LOW_FLOOR, str(tiny_model("llama")), mode]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == ["budget_below_floor", "length"]
 
 
 def test_decoding_has_the_vram_that_prompts_need(deep_model: Path) -> None:

@@ -233,9 +233,9 @@ class Batcher:
             else:
                 batch = self._batch_with_drafts(jobs)
                 outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, "all") for job, tokens in batch])
-        except (DecodeAborted, ContextOverflow) as error:
+        except (DecodeAborted, ContextOverflow, BudgetBelowFloor) as error:
             failure = error
-        except (BudgetBelowFloor, BadArgument, OutOfMemory) as error:
+        except (BadArgument, OutOfMemory) as error:
             if isinstance(error, OutOfMemory) and self._runtime.aborted:
                 failure = DecodeAborted()  # whether a smaller step has room shows when it runs again
             elif picture is None:

@@ -531,6 +531,7 @@ class Runtime:
         :returns: the rows for :meth:`logits`, in the order of the batch.
         :raises DecodeAborted: :meth:`abort` was called.
         :raises StepTooLarge: the budget has no room for so many tokens at once.
+        :raises BudgetBelowFloor: it has no room for the smallest step either: the floor was estimated too low.
         :raises ContextOverflow: a sequence is full; nothing was changed.
         :raises BadArgument: the batch is empty or too large, or a token is not in the vocabulary; nothing was changed.
         :raises BadModel: the model file was changed, and weights are read from it. The runtime is of no more use.
@@ -595,9 +596,15 @@ class Runtime:
         placement = self.placement if not self._abort else None
         if placement is not None and placement.planned:
             # A budget that falls ends a graph for which it has no room.
-            too_large = isinstance(error, DecodeAborted) or placement.refuse_step(n_tokens)
-            if too_large:
+            too_large = isinstance(error, DecodeAborted)
+            if too_large or (self.mode == "planned" and placement.refuse_step(n_tokens)):
                 raise StepTooLarge from error
+            if needed := placement.refused_bytes:
+                raise BudgetBelowFloor(
+                    f"a step of {n_tokens} tokens needs a VRAM budget of {-(-needed >> 20)} MiB: raise it",
+                    budget_bytes=self.vram_budget_bytes,
+                    floor_bytes=needed,
+                ) from error
         if isinstance(error, OutOfMemory):
             self.check_file()
         raise error
