@@ -529,11 +529,13 @@ static ggml_status begin_graph(Device &d, const ggml_cgraph *graph) {
     }
     for (GraphMemory *memory : d.memories.of(graph, graph_memories)) {
         memory->begin_use();
-        if (!d.hold(*memory)) {
+        const bool held = d.hold(*memory);
+        const GraphMemory::Input input = std::exchange(memory->input, GraphMemory::Input::kept);
+        if (!held || input == GraphMemory::Input::refused) {
             GGML_LOG_DEBUG("frameshard: no memory for a graph\n"); // the caller decides whether this is an error
             return GGML_STATUS_ALLOC_FAILED;
         }
-        if (std::exchange(memory->lost_input, false)) {
+        if (input == GraphMemory::Input::no_room) {
             return GGML_STATUS_ABORTED; // the budget has grown since: it runs when its input is written again
         }
     }

@@ -71,7 +71,7 @@ bool GraphMemory::fits(const Inner &inner, size_t &needed) {
         std::lock_guard<std::mutex> lock(adding_mutex_);
         if (std::exchange(adding_, false)) {
             pack(ggml_backend_buft_get_alignment(inner.buffer_type()));
-            lost_input = false;
+            input = Input::kept;
         }
     }
     if (packed_ == 0) {

@@ -45,7 +45,10 @@ class GraphMemory {
     bool in_use() const;
     void end_use();
 
-    bool lost_input = false; // bytes were written while there was no VRAM: the graph in use cannot run
+    // Whether the input of the graph in use was kept. Otherwise it cannot run: the budget had no room, or the device refused
+    // the memory.
+    enum class Input { kept, no_room, refused };
+    Input input = Input::kept;
 
   private:
     struct Extent {

@@ -114,7 +114,10 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
             c->graph->begin_use();
         }
         if (!d.hold(*c->graph)) {
-            c->graph->lost_input = c->graph->lost_input || writes;
+            if (writes) {
+                const bool no_room = d.counters.read().refused_graph_bytes > 0;
+                c->graph->input = no_room ? GraphMemory::Input::no_room : GraphMemory::Input::refused;
+            }
             GGML_LOG_DEBUG("frameshard: no VRAM for the compute buffer of a graph\n");
             return;
         }

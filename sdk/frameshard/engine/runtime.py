@@ -126,7 +126,6 @@ class Runtime:
         llamalog.install()
         self.model_info: Model = read_model(config.model)
         check_kv_type(self.model_info, config.kv_type)
-        check_context(self.model_info, config.n_ctx)
         check_sequences(self.model_info, config.n_parallel)
         if self.model_info.embedding_by_layer:
             # Else llama.cpp's logits are wrong by several units (Gemma 3n and 4 on an H100, ggml at our pin).
@@ -146,6 +145,7 @@ class Runtime:
         llama = self._llama = Llama(
             self.model_info, devices, lambda share: self._on_loading("read", int(share * size_mib), size_mib)
         )
+        check_context(self.model_info, config.n_ctx)
         self._adapters = Adapters(llama)
         tokenizer = self._tokenizer = Tokenizer(llama.model, self.model_info.chat_template)
         self._forms = Forms(tokenizer.grammar_tokens)
