@@ -8,7 +8,7 @@ The vocabulary has the 256 byte tokens, so any text can be tokenised.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,22 @@ CHATML = """\
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """A chat template that shows no tools."""
+
+
+def add_key(
+    writer: gguf.GGUFWriter, key: str, value: bool | int | float | str | Sequence[int] | Sequence[float]
+) -> None:
+    """Adds a key with the type that llama.cpp and libmtmd expect."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(value))
 
 
 class _File:
@@ -63,15 +79,7 @@ class _File:
 
     def key(self, name: str, value: bool | int | float | list[int] | list[bool]) -> None:
         """Adds a key of the architecture, with the type that llama.cpp expects."""
-        key = f"{self._arch}.{name}"
-        if isinstance(value, list):
-            self._writer.add_array(key, value)
-        elif isinstance(value, bool):
-            self._writer.add_bool(key, value)
-        elif isinstance(value, int):
-            self._writer.add_uint32(key, value)
-        else:
-            self._writer.add_float32(key, value)
+        add_key(self._writer, f"{self._arch}.{name}", value)
 
     def matrix(self, name: str, *shape: int, kind: str = "F16", gain: float = 1.0) -> None:
         """Adds random weights, scaled by the number of inputs. ``shape`` is in ggml's order."""

@@ -28,6 +28,11 @@ QUIET_S = 60.0
 """At the end all jobs must be done within so many seconds."""
 
 
+def _params(n: int) -> dict[str, object]:
+    """How the answer to prompt ``n`` is sampled."""
+    return {"max_tokens": 4 + 8 * n, "temperature": 1.0, "seed": n}
+
+
 @dataclass
 class Report:
     """The result: ``ends`` counts how jobs have ended, and ``budgets`` the changes of the budget."""
@@ -98,8 +103,7 @@ class Rush:
             self._child.budget(budget, parked=self._random.random() < 0.1)
 
     def _submit(self, n: int) -> None:
-        params = {"max_tokens": 4 + 8 * n, "temperature": 1.0, "seed": n}
-        job = self._child.submit(PROMPTS[n], params=params, priority=self._random.randrange(3))
+        job = self._child.submit(PROMPTS[n], params=_params(n), priority=self._random.randrange(3))
         self._jobs[job], self._texts[job] = n, []
 
     def _hear(self) -> None:
@@ -122,8 +126,7 @@ class Rush:
             self.report.problems.append(str(event["error"]))
 
     def _ask(self, n: int) -> list[int]:
-        params = {"max_tokens": 4 + 8 * n, "temperature": 1.0, "seed": n}
-        return ids(self._child.run(PROMPTS[n], params=params))
+        return ids(self._child.run(PROMPTS[n], params=_params(n)))
 
     def _compare(self, n: int, text: list[int], *, whole: bool = True) -> None:
         if self._expected and text != (self._expected[n] if whole else self._expected[n][: len(text)]):

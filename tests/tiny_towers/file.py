@@ -10,6 +10,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from tiny_models import add_key
+
 N_EMBD = 256
 """The numbers of an embedding, as the tiny llama has them."""
 
@@ -47,16 +49,7 @@ class TowerFile:
         """Adds a key by its whole name. One that exists is replaced."""
         for keys in self._writer.kv_data:
             keys.pop(key, None)
-        if isinstance(value, bool):
-            self._writer.add_bool(key, value)
-        elif isinstance(value, int):
-            self._writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            self._writer.add_float32(key, value)
-        elif isinstance(value, str):
-            self._writer.add_string(key, value)
-        else:
-            self._writer.add_array(key, list(value))
+        add_key(self._writer, key, value)
 
     def signed_key(self, key: str, value: int) -> None:
         """Adds a key that libmtmd reads as a signed number, by its whole name."""
