@@ -197,11 +197,15 @@ fsd_status Device::unpark(std::string &why) {
 }
 
 // Room for the smallest ring stays, even while everything is resident and there is no ring. A buffer that replaces freed
-// compute buffers is a compute buffer: the floor has room for a share of it only.
+// compute buffers is one, and takes no VRAM: a graph for which there is none is refused when it runs. llama.cpp ends the
+// process if the buffer is refused.
 bool Device::has_room_for(size_t bytes) const {
-    const uint64_t size = weights.layout.granular(bytes), held = graph_bytes(), freed = most_graph_bytes() - held;
-    const double share = held == 0 || freed > 0 ? floor_share : 1;
-    return ledger.floor() + (uint64_t)(share * (double)(size - std::min(size, freed))) <= ledger.budget();
+    const uint64_t size = weights.layout.granular(bytes), held = graph_bytes();
+    if (held < most_graph_bytes()) {
+        return true;
+    }
+    const double share = held == 0 ? floor_share : 1;
+    return ledger.floor() + (uint64_t)(share * (double)size) <= ledger.budget();
 }
 
 bool Device::materialise(Buffer *b) {
@@ -249,11 +253,7 @@ bool Device::hold(GraphMemory &memory) {
         ring.resize(ring_for_prompts); // cached experts are of less use to a prompt than what all its tokens need
     }
     kv.spill_surplus(bytes); // before the ring gives up the room in which copies of weights run ahead
-    bool held = memory.take(inner, ledger, bytes);
-    // The device has less than the budget allows: another program holds the rest.
-    while (!held && arena.evict()) {
-        held = memory.take(inner, ledger, bytes);
-    }
+    const bool held = take_evicting([&] { return memory.take(inner, ledger, bytes); });
     if (held && runs && weights.has_experts()) {
         inner.grow_pool(memory.storage(), (size_t)(inner.quirks.pool_share * (double)bytes));
     }
@@ -523,8 +523,11 @@ bool Device::ensure_ring() {
     if (ring.resize(std::min<uint64_t>(room, std::max(ring.wanted, least)))) {
         return true;
     }
-    // The device has less than the budget allows: another program holds the rest. Slabs make room for the smallest ring.
-    while (!ring.resize(least)) {
+    return take_evicting([&] { return ring.resize(least); });
+}
+
+bool Device::take_evicting(const std::function<bool()> &take) {
+    while (!take()) {
         if (!arena.evict()) {
             return false;
         }

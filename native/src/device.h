@@ -106,6 +106,9 @@ struct Device {
     bool materialise(Buffer *b);           // gives a lasting buffer its VRAM; false: there is none within the budget
     bool hold(GraphMemory &memory);        // gives a graph its memory; false: there is none, or the graph is too large
     bool ensure_ring();                    // false: there is no VRAM for the smallest ring
+    // Calls `take` until it succeeds, and evicts a slab after each failure: the device may have less than the budget allows,
+    // because another program holds the rest. False: it fails with all slabs evicted, too.
+    bool take_evicting(const std::function<bool()> &take);
     // Starts copies of weights and KV blocks into free budget; returns bytes.
     size_t fill(size_t max_bytes);
     Residency residency_at(uint64_t fixed) const;

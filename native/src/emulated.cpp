@@ -893,6 +893,7 @@ bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults) {
         {"other_mb", nullptr, &read.other_mb},
         {"other_from", &read.other_from, nullptr},
         {"unpinned", nullptr, &read.unpinned},
+        {"unit_kb", nullptr, &read.unit_kb},
     };
     std::string rest = script != nullptr ? script : "";
     while (!rest.empty()) {

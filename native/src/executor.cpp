@@ -98,7 +98,7 @@ ggml_status Executor::run() {
     if (d.kv.keep_together(access)) {
         d.update_floor();
     }
-    if (!d.kv.prepare(access)) {
+    if (!d.take_evicting([this] { return d.kv.prepare(access); })) {
         GGML_LOG_ERROR("frameshard: no memory for the KV cache of a context of this length\n");
         return GGML_STATUS_ALLOC_FAILED;
     }
@@ -157,7 +157,7 @@ Program *Executor::find_or_compile(std::string &why) {
 // Gets a program for the residency of now, and makes the ring ready for it.
 bool Executor::load_program() {
     do {
-        if (!d.ensure_ring() || !d.kv.ensure_window()) {
+        if (!d.ensure_ring() || !d.take_evicting([this] { return d.kv.ensure_window(); })) {
             GGML_LOG_ERROR("frameshard: the inner device refused memory for the ring or the KV window\n");
             return false;
         }

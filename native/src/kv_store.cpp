@@ -471,7 +471,8 @@ bool KvStore::settle(bool may_shrink) {
         }
     }
     spill_surplus();
-    return ensure_window();
+    ensure_window(); // prepare() needs it
+    return true;
 }
 
 bool KvStore::hold_range(KvCache &cache, size_t offset, size_t bytes) {
@@ -651,6 +652,22 @@ bool KvStore::keep_together(const KvAccess &a) {
     return more;
 }
 
+// Moves blocks to VRAM that a node reads together. The floor has room for them and a window for the largest of the others.
+bool KvStore::bring(const std::vector<KvBlock *> &together) {
+    for (KvBlock *b : together) {
+        if (!b->in_host_memory || relocate(*b, b->cells, b->streams, false)) {
+            continue;
+        }
+        release_window(); // it may be larger than the others need
+        while (!relocate(*b, b->cells, b->streams, false)) {
+            if (!spill_block()) {
+                return false;
+            }
+        }
+    }
+    return ensure_window();
+}
+
 bool KvStore::prepare(const KvAccess &a) {
     for (const auto &w : a.wants) {
         for (int64_t s = w.stream0; s < w.stream0 + w.streams; s++) {
@@ -673,10 +690,8 @@ bool KvStore::prepare(const KvAccess &a) {
     if (!settle(false)) {
         return false;
     }
-    for (KvBlock *b : a.together) {
-        if (b->in_host_memory && !relocate(*b, b->cells, b->streams, false)) {
-            return false;
-        }
+    if (!bring(a.together)) {
+        return false;
     }
     mirror_written(a);
     std::vector<int64_t> inside;

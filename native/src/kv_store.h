@@ -60,7 +60,8 @@ class KvStore {
     bool hold_range(KvCache &cache, size_t offset, size_t bytes);
     void note_change(KvCache &cache, size_t offset, size_t bytes); // the bytes are about to be written
     void clear(KvCache &cache, uint8_t value);
-    // Gives every block storage for the cells in use. It shrinks only if it may, and then by no less than half.
+    // Gives every block storage for the cells in use. It shrinks only if it may, and then by no less than half. False: host
+    // memory was refused.
     bool settle(bool may_shrink);
 
     // Moves all blocks to host memory and frees the window; unpark() moves them to pinned memory.
@@ -91,6 +92,7 @@ class KvStore {
     // Moves a block to storage of another size or in the other memory, with the cells in use. False leaves it as it was.
     bool relocate(KvBlock &b, int64_t cells, int64_t streams, bool to_host);
     bool resize(KvBlock &b, int64_t cells, int64_t streams);
+    bool bring(const std::vector<KvBlock *> &together);
     bool drop_kept(); // frees the room that was kept while no sequence has cells; false: there is none
     void release_block(KvBlock &b);
     InnerBuffer host_memory(size_t bytes) const;

@@ -100,6 +100,27 @@ def test_cuda_starts_no_kernel_early_for_models_with_embeddings_by_layer(
     assert ran.stdout.split() == ["None" if arch == "gemma3" else "0", "None"], ran.stderr
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe", "mamba2", "deepseek4"])
+def test_the_floor_is_enough_where_vram_comes_in_units(arch: str, tiny_model: Callable[[str], Path]) -> None:
+    """The drivers of GPUs give VRAM in units of 2 MiB. Nodes of DeepSeek V4 read two KV blocks, which then must both
+    be in VRAM."""
+    fields: dict[str, object] = {"device": "emulated", "mode": "stream_only", "n_ctx": 1024, "n_parallel": 2}
+    child = EngineProcess(faults="unit_kb=2048")
+    try:
+        assert child.load(tiny_model(arch), **fields, n_ubatch=32, n_threads=1)["ev"] == "ready"
+        expected = ids(child.run(PROMPT, params=PARAMS))
+        floor_bytes = child.stats()["floor_bytes"]
+        for parked in (False, True):
+            child.budget(floor_bytes, parked=parked)
+            child.wait_for("released")
+        child.budget(floor_bytes)
+        child.wait_for("released")
+        assert ids(child.run(PROMPT, params=PARAMS)) == expected
+        assert child.stats()["used_bytes"] <= floor_bytes
+    finally:
+        child.close()
+
+
 def test_three_sequences_with_steps_that_are_no_multiple_of_three(tiny_model: Callable[[str], Path]) -> None:
     """llama.cpp aborts with this model when it lays out such a step."""
     with engine(tiny_model("kimi-linear"), device="cpu", n_ctx=1024, n_parallel=3, n_ubatch=32) as running:

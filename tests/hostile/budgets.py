@@ -134,13 +134,16 @@ class Rush:
             self.report.problems.append(f"prompt {n}: {text} in place of {self._expected[n]}")
 
 
-async def rush(model: Path, *, seconds: float, seed: int, parallel: int = 1, planned: int = 0) -> Report:
+async def rush(
+    model: Path, *, seconds: float, seed: int, parallel: int = 1, planned: int = 0, unit_kb: int = 0
+) -> Report:
     """Loads a model on the emulated device and disturbs it.
 
     :param parallel: jobs at once.
     :param planned: 1 for mode planned, 0 for stream-only.
+    :param unit_kb: VRAM is allocated in multiples of so many KiB, as by the drivers of GPUs.
     """
-    child = EngineProcess()
+    child = EngineProcess(faults=f"unit_kb={unit_kb}")
     try:
         mode = "planned" if planned else "stream_only"
         child.load(model, device="emulated", mode=mode, n_ctx=1024, n_parallel=parallel, n_threads=1)
@@ -150,5 +153,9 @@ async def rush(model: Path, *, seconds: float, seed: int, parallel: int = 1, pla
 
 
 if __name__ == "__main__":
-    options = {"parallel": (1, "jobs at once"), "planned": (0, "1 for mode planned, 0 for stream-only")}
+    options = {
+        "parallel": (1, "jobs at once"),
+        "planned": (0, "1 for mode planned, 0 for stream-only"),
+        "unit_kb": (0, "VRAM is allocated in multiples of so many KiB"),
+    }
     sys.exit(commandline.main(__doc__, rush, **options))

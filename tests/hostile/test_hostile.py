@@ -59,10 +59,8 @@ def test_no_change_of_the_budget_takes_the_engine_down(
     arch: str, planned: bool, tiny_model: Callable[[str], Path]
 ) -> None:
     seconds = SECONDS / len(tiny_models.ARCHS) / 2
-    parallel = 2 if planned else 1
-    report = trio.run(
-        lambda: budgets.rush(tiny_model(arch), seconds=seconds, seed=SEED, parallel=parallel, planned=planned)
-    )
+    how = {"parallel": 2, "planned": 1, "unit_kb": 2048} if planned else {}
+    report = trio.run(lambda: budgets.rush(tiny_model(arch), seconds=seconds, seed=SEED, **how))
     show(report)
     assert report.problems == []
     assert report.ends
