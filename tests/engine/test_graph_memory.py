@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from engine_driver import engine, ids
 
+from make_adapter import make_adapter
+
 MIB = 1 << 20
 
 PROMPT_AND_ANSWER = """
@@ -39,35 +41,55 @@ with Runtime.load(config) as runtime:
 """
 
 LOW_FLOOR = """
-import json, sys
+import contextlib, json, sys
 from frameshard.engine.batch import Batcher
 from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import Runtime
+from frameshard.errors import BudgetBelowFloor
 from frameshard.wire import engine as em
-from frameshard.wire.messages import Sampling
+from frameshard.wire.messages import Adapter, Sampling
 
-path, mode = sys.argv[1:]
-config = em.EngineConfig(path, device="emulated", n_ctx=1024, n_ubatch=128, n_parallel=2, n_threads=1, mode=mode)
+path, adapter, mode, why = sys.argv[1:]
+config = em.EngineConfig(
+    path, device="emulated", n_ctx=1024, n_ubatch=128, n_parallel=2, n_threads=1, mode=mode, adapters=("a=" + adapter,)
+)
 ends = []
 with Runtime.load(config) as runtime:
     device, batcher, reader = runtime.device, Batcher(runtime), RequestReader(runtime)
-    device.set_floor_graphs(device.stats().floor_graph_bytes // 10)
-    for number, budget_bytes in enumerate((device.stats().floor_bytes, 0)):
-        device.set_budget(budget_bytes, timeout_s=60)
-        batcher.add(reader.read(em.Submit(number, "completion", Sampling(max_tokens=4), prompt="a" * 400)))
+
+    def run_job(*adapters):
+        sampling = Sampling(max_tokens=4)
+        batcher.add(reader.read(em.Submit(len(ends), "completion", sampling, prompt="a" * 400, adapters=adapters)))
         while batcher.busy:
             events = batcher.step()
         ends.append(events[-1].error.name if isinstance(events[-1], em.Failed) else events[-1].reason)
+
+    if why == "graphs are larger":
+        device.set_floor_graphs(device.stats().floor_graph_bytes // 10)
+    run_job()
+    device.set_budget(device.stats().floor_bytes, timeout_s=60)
+    if why == "the driver takes more":
+        with contextlib.suppress(BudgetBelowFloor):
+            device.set_overhead(device.stats().overhead_bytes + (8 << 20))
+    run_job()
+    run_job(Adapter("a"))  # llama.cpp makes its compute buffers anew
+    device.set_budget(0, timeout_s=60)
+    run_job()
 print(json.dumps(ends))
 """
 
 
+@pytest.mark.parametrize("why", ["graphs are larger", "the driver takes more"])
 @pytest.mark.parametrize("mode", ["planned", "stream_only"])
-def test_a_floor_that_is_too_low_fails_the_job_alone(mode: str, tiny_model: Callable[[str], Path]) -> None:
-    command = [sys.executable, "-c", LOW_FLOOR, str(tiny_model("llama")), mode]
+def test_a_floor_that_is_too_low_fails_the_job_alone(
+    mode: str, why: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, adapter = tiny_model("llama"), tmp_path / "adapter.gguf"
+    make_adapter(model, adapter)
+    command = [sys.executable, "-c", LOW_FLOOR, str(model), str(adapter), mode, why]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == ["budget_below_floor", "length"]
+    assert json.loads(result.stdout) == ["length", "budget_below_floor", "budget_below_floor", "length"]
 
 
 def test_decoding_has_the_vram_that_prompts_need(deep_model: Path) -> None:

@@ -125,10 +125,12 @@ class Placement:
 
     @property
     def refused_bytes(self) -> int:
-        """The smallest budget for the last graph, if the budget in force had no room for it; otherwise 0."""
+        """The smallest budget for the last graph, if the budget in force had no room for it; otherwise 0. It has none
+        either where it is below the floor, because the driver has taken more VRAM."""
         stats = self.device.stats()
-        more = stats.refused_graph_bytes - stats.floor_graph_bytes
-        return stats.floor_bytes + more if stats.refused_graph_bytes else 0
+        if stats.refused_graph_bytes:
+            return stats.floor_bytes + stats.refused_graph_bytes - stats.floor_graph_bytes
+        return stats.floor_bytes if stats.floor_bytes > stats.budget_bytes else 0
 
     def refuse_step(self, n_tokens: int) -> bool:
         """Makes steps smaller, after the device had no room for a graph.
