@@ -600,8 +600,9 @@ class Runtime:
             if too_large or (self.mode == "planned" and placement.refuse_step(n_tokens)):
                 raise StepTooLarge from error
             if needed := placement.refused_bytes:
+                step = f"a step of {n_tokens} tokens" if n_tokens > 1 else "a token"
                 raise BudgetBelowFloor(
-                    f"a step of {n_tokens} tokens needs a VRAM budget of {-(-needed >> 20)} MiB: raise it",
+                    f"{step} needs a VRAM budget of {-(-needed >> 20)} MiB: raise it",
                     budget_bytes=self.vram_budget_bytes,
                     floor_bytes=needed,
                 ) from error
