@@ -471,7 +471,7 @@ bool KvStore::settle(bool may_shrink) {
         }
     }
     spill_surplus();
-    ensure_window(); // prepare() needs it
+    ensure_window(); // where there is no room for it now, the next graph tries again
     return true;
 }
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +50,57 @@ def test_a_release_that_the_driver_counts_late_is_no_growth() -> None:
 def test_small_growth_changes_nothing() -> None:
     counted = 700 * MIB + DRIVER_MARGIN
     assert set(follow([700 * MIB] * 20 + [710 * MIB] * 50, counted)) == {counted}
+
+
+GROWTH = """
+import json, sys, time
+from frameshard.engine.overhead import LOOKS, WINDOW_S, DriverOverhead
+from frameshard.engine.runtime import Runtime
+from frameshard.errors import BudgetBelowFloor
+from frameshard.wire.engine import EngineConfig
+
+MIB = 1 << 20
+config = EngineConfig(sys.argv[1], device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1)
+
+class Observer:
+    held = 300 * MIB  # by the driver
+
+    def used(self):
+        stats = runtime.device.stats()
+        return stats.used_bytes - stats.overhead_bytes + self.held
+
+def decode():
+    until, looks = time.monotonic() + 4 * WINDOW_S, 0
+    while time.monotonic() < until or looks < 3 * LOOKS:
+        looks += 1
+        runtime.clear(0)
+        try:
+            runtime.decode_tokens(0, [300, 301, 302])
+        except BudgetBelowFloor as error:
+            return error.name
+    stats = device.stats()
+    return (stats.overhead_bytes - driver.held) / MIB if stats.used_bytes <= stats.budget_bytes else "above"
+
+with Runtime.load(config) as runtime:
+    device, driver, found = runtime.device, Observer(), []
+    overhead = runtime.placement.overhead = DriverOverhead(device, driver)
+    overhead.measure()
+    device.set_budget(device.stats().floor_bytes, timeout_s=60)
+    for grown in (20, 66, 90):
+        driver.held = (300 + grown) * MIB
+        found.append(decode())
+    device.set_budget(0, timeout_s=60)
+    found.append(decode())
+print(json.dumps(found))
+"""
+
+
+def test_a_budget_at_the_floor_is_enough_while_the_driver_takes_the_margin(tiny_model: Callable[[str], Path]) -> None:
+    """How much of the margin is left, as the driver takes 20, 66 and 90 MiB of it, and then with a larger budget."""
+    command = [sys.executable, "-c", GROWTH, str(tiny_model("llama"))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [76, 30, "budget_below_floor", 96]
 
 
 class Driver:

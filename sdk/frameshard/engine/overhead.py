@@ -8,13 +8,16 @@ import time
 
 from frameshard.engine.observer import Observer
 from frameshard.errors import BudgetBelowFloor
-from frameshard.native import ShardDevice
+from frameshard.native import ShardDevice, Stats
 
 logger = logging.getLogger("frameshard.engine")
 
-# VRAM that is kept free for the driver to grow. Kernels and workspaces take memory at their first use: 50 MiB after the
-# load of a dense model on an H100, and 81 MiB in the load of a mixture of experts.
+# VRAM that is kept free for the driver to grow. Kernels and workspaces take memory at their first use: 50 MiB after
+# the load of a dense model on an H100, 66 MiB after that of a recurrent one, and 81 MiB in the load of a mixture of
+# experts.
 DRIVER_MARGIN = 96 << 20
+# What is left of it, at least, at a budget that would be below the floor with all of it.
+LEAST_MARGIN = 16 << 20
 
 WINDOW_S = 0.25
 LOOKS = 4
@@ -68,7 +71,7 @@ class DriverOverhead:
         """[any thread] Measures the overhead and sets it. Call it only while nothing is allocated or freed: the
         driver's figure may be seconds late.
 
-        :raises BudgetBelowFloor: with this overhead the budget is below the floor.
+        :raises BudgetBelowFloor: with this overhead and :data:`LEAST_MARGIN` the budget is below the floor.
         """
         used = self._observer.used() if self._observer is not None else None
         if used is None:
@@ -78,13 +81,14 @@ class DriverOverhead:
         counted = stats.overhead_bytes - stats.pool_bytes
         # A prompt has left up to pool_bytes behind, or what it needs was freed.
         overhead = min(max(counted, held - stats.pool_bytes), held)
-        self._device.set_overhead(max(counted, overhead) if stats.lacks_workspaces else overhead)
+        wanted = max(counted, overhead) if stats.lacks_workspaces else overhead
+        self._device.set_overhead(_within_budget(wanted, stats))
         self._meter.clear()
 
     def follow(self) -> None:
         """Raises the overhead if the driver has taken more VRAM since :meth:`measure`. Call it between decodes; it
         takes a sample every :data:`LOOK_S`. The device evicts weights at once, so that :data:`DRIVER_MARGIN` is free
-        again."""
+        again, or less of it at the floor."""
         now = time.monotonic()
         if self._observer is None or now - self._looked_s < LOOK_S:
             return
@@ -98,9 +102,19 @@ class DriverOverhead:
         overhead = self._meter.look(now, observed, ledger, after.overhead_bytes)
         if overhead is None:
             return
-        logger.info("the driver holds %d MiB now", (overhead - DRIVER_MARGIN) >> 20)
         self._meter.clear()
+        counted = _within_budget(overhead - after.pool_bytes, after)
+        if counted == after.overhead_bytes - after.pool_bytes:
+            return
+        logger.info("the driver holds %d MiB now", (overhead - DRIVER_MARGIN) >> 20)
         try:
-            self._device.set_overhead(overhead - after.pool_bytes)
+            self._device.set_overhead(counted)
         except BudgetBelowFloor as error:
             logger.warning("%s", error)
+
+
+def _within_budget(wanted_bytes: int, stats: Stats) -> int:
+    """The overhead to count instead of one with all of :data:`DRIVER_MARGIN`, without the pools: as much of the margin
+    as the budget has room for at the floor."""
+    room = stats.overhead_bytes - stats.pool_bytes + stats.budget_bytes - stats.floor_bytes
+    return min(wanted_bytes, max(room, wanted_bytes - DRIVER_MARGIN + LEAST_MARGIN))
