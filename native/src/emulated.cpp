@@ -229,12 +229,21 @@ struct Emulated {
     uint64_t used = 0;
     uint64_t peak = 0;
     uint64_t n_allocations = 0;
+    time_point other_since; // the epoch: the other process was not found yet
 
     std::atomic<uint64_t> n_computes{0};
     std::atomic<bool> lost{false};
 
-    uint64_t others() const {
-        return n_computes.load() < config.faults.other_from ? 0 : (uint64_t)config.faults.other_mb << 20;
+    // The caller holds `ledger`.
+    uint64_t others() {
+        const fs_emulated_faults &faults = config.faults;
+        if (n_computes.load() < faults.other_from) {
+            return 0;
+        }
+        other_since = other_since == time_point() ? clock_type::now() : other_since;
+        const bool left =
+            faults.other_ms > 0 && clock_type::now() - other_since > std::chrono::milliseconds(faults.other_ms);
+        return left ? 0 : (uint64_t)faults.other_mb << 20;
     }
 };
 
@@ -892,6 +901,7 @@ bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults) {
         {"free_ms", nullptr, &read.free_ms},
         {"other_mb", nullptr, &read.other_mb},
         {"other_from", &read.other_from, nullptr},
+        {"other_ms", nullptr, &read.other_ms},
         {"unpinned", nullptr, &read.unpinned},
         {"unit_kb", nullptr, &read.unit_kb},
     };

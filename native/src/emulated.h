@@ -22,6 +22,7 @@ struct fs_emulated_faults {
     uint32_t free_ms = 0;                   // every free takes this long
     uint32_t other_mb = 0;                  // from compute other_from on another process holds so many MiB of VRAM
     uint64_t other_from = 0;
+    uint32_t other_ms = 0; // it leaves so many ms after a look at the memory has found it; 0: it stays
     // 1: host memory cannot be pinned where it lies, only memory of the host buffer type is pinned; 2: and the first
     // allocation of that is refused
     uint32_t unpinned = 0;
@@ -44,9 +45,9 @@ struct fs_emulated_stats {
     bool lost;                     // a compute has failed: every later compute and allocation fails
 };
 
-// Reads "alloc=7,compute_fail=12,compute_stuck=12,stuck_ms=500,free_ms=20,other_mb=512,other_from=40,unpinned=1,unit_kb=2048,
-// disk_fail=3,disk_stall=3" (any subset, any order) into faults. False, with faults unchanged, when the script is not of that
-// form. Null or empty: no faults.
+// Reads "alloc=7,compute_fail=12,compute_stuck=12,stuck_ms=500,free_ms=20,other_mb=512,other_from=40,other_ms=500,
+// unpinned=1,unit_kb=2048,disk_fail=3,disk_stall=3" (any subset, any order) into faults. False, with faults unchanged, when
+// the script is not of that form. Null or empty: no faults.
 bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults);
 
 // The same, from the environment variable FRAMESHARD_FAULTS.

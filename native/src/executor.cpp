@@ -108,7 +108,7 @@ ggml_status Executor::run() {
             return stop(GGML_STATUS_ABORTED);
         }
         if (!program_is_valid() && !load_program()) {
-            return GGML_STATUS_ALLOC_FAILED;
+            return stop(GGML_STATUS_ALLOC_FAILED);
         }
         Segment &s = program->segments[next];
         if (s.entry >= 0 && d.cache.is_open() && !d.ring.has_next()) {

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_driver import EngineProcess, ids, user
+from engine_driver import EngineProcess, engine, ids, user
 
 CASTLE = user("Who lives in the old castle?")
 FIELDS: dict[str, object] = {
@@ -38,6 +38,28 @@ def test_each_refused_allocation_of_loading(deep_model: Path) -> None:
             child.close()
     assert set(outcomes) == {"fatal", "ready"}
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("ms", [400, 5000])
+def test_jobs_wait_for_vram_that_another_program_holds(deep_model: Path, ms: int) -> None:
+    """If they wait too long they fail alone, and later ones do not."""
+    params = {"max_tokens": 40, "temperature": 1.0, "seed": 1}
+    with engine(deep_model, **FIELDS) as child:
+        expected = ids(child.run("Once upon a time", params=params))
+    child = EngineProcess(faults=f"other_mb=8190,other_from=20,other_ms={ms}")
+    try:
+        assert child.load(deep_model, **FIELDS)["ev"] == "ready"
+        events = [child.run("Once upon a time", params=params)]
+        until = time.monotonic() + 60
+        while events[-1][-1]["ev"] == "failed" and time.monotonic() < until:
+            assert events[-1][-1]["error"]["name"] == "out_of_memory"
+            assert events[-1][-1]["error"]["retriable"] is True
+            time.sleep(0.2)
+            events.append(child.run("Once upon a time", params=params))
+        assert ids(events[-1]) == expected
+        assert (len(events) == 1) == (ms == 400)
+    finally:
+        child.close()
 
 
 def test_a_failed_compute_ends_the_engine(model_path: Path) -> None:

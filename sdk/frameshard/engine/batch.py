@@ -48,7 +48,7 @@ from frameshard.engine.draft import DraftModel, DraftState
 from frameshard.engine.inflight import InFlight
 from frameshard.engine.job import Job, Slot, job_slot
 from frameshard.engine.kvstore import KvStore
-from frameshard.engine.llama import DecodeAborted, Rows
+from frameshard.engine.llama import DecodeAborted, Rows, VramTaken
 from frameshard.engine.lookup import best_length
 from frameshard.engine.reuse import Reuse
 from frameshard.engine.runtime import Runtime
@@ -77,6 +77,10 @@ TURN_DECODES = 8
 """If jobs with different sets of adapters generate, one set is decoded so many times before the next one."""
 
 RATE_WINDOW_S = 2.0
+TAKEN_S = 3.0
+"""So long decodes are repeated for which other programs leave too little VRAM. Then their jobs fail."""
+
+TAKEN_PAUSE_S = 0.1
 READ_S = 0.3
 """Parts of a prompt follow each other at once for so many seconds, if each takes less than that."""
 
@@ -112,6 +116,7 @@ class Batcher:
         self._drafted = self._accepted = 0
         self._model_drafted = self._model_accepted = 0
         self._costs = StepCosts(runtime)
+        self._taken_since: float | None = None  # since when other programs leave too little VRAM
         self.chunk = runtime.n_ubatch
         """The most prompt tokens in one chunk. In stream-only mode a change applies to jobs that start afterwards."""
 
@@ -235,6 +240,8 @@ class Batcher:
                 outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, "all") for job, tokens in batch])
         except (DecodeAborted, ContextOverflow, BudgetBelowFloor) as error:
             failure = error
+        except VramTaken as error:
+            failure = self._without_vram(error)
         except (BadArgument, OutOfMemory) as error:
             if isinstance(error, OutOfMemory) and self._runtime.aborted:
                 failure = DecodeAborted()  # whether a smaller step has room shows when it runs again
@@ -243,6 +250,7 @@ class Batcher:
             else:
                 failure = error
         self._in_flight.end()
+        self._taken_since = self._taken_since if failure else None
         for job in jobs:
             job.gave_way = isinstance(failure, DecodeAborted)
         if failure is not None:
@@ -268,6 +276,15 @@ class Batcher:
                 events += self._emit_all([(prefilling, [])], outputs, now)
             return events
         return events + self._emit_all(batch, outputs, now)
+
+    def _without_vram(self, error: VramTaken) -> DecodeAborted | VramTaken:
+        """The outcome of a decode for which other programs leave too little VRAM: it runs again, or has failed."""
+        now = time.monotonic()
+        self._taken_since = now if self._taken_since is None else self._taken_since
+        if now - self._taken_since > TAKEN_S:
+            return error
+        time.sleep(TAKEN_PAUSE_S)
+        return DecodeAborted()
 
     def _emit_all(
         self, batch: Sequence[tuple[Job, list[int]]], outputs: Sequence[int], now: float

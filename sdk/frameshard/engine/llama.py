@@ -51,6 +51,11 @@ class StepTooLarge(DecodeAborted):
     The sequences are as after :class:`DecodeAborted`."""
 
 
+class VramTaken(OutOfMemory):
+    """Other programs hold VRAM that the budget allows, and the rest has no room for a decode. The sequences are as
+    after :class:`DecodeAborted`. The decode can be repeated."""
+
+
 def _embeds(model: Model) -> bool:
     """Whether a model's tokens attend to those behind them, so that it can embed a text but not continue one. llama.cpp
     would draw tokens from it, and abort at a prompt of several steps."""

@@ -132,6 +132,14 @@ class Placement:
             return stats.floor_bytes + stats.refused_graph_bytes - stats.floor_graph_bytes
         return stats.floor_bytes if stats.floor_bytes > stats.budget_bytes else 0
 
+    @property
+    def left_bytes(self) -> int | None:
+        """The VRAM that other programs leave, if that is less than the budget allows; otherwise ``None``."""
+        free, _ = self.device.memory()
+        stats = self.device.stats()
+        left = stats.used_bytes + free
+        return left if left < min(stats.budget_bytes, stats.full_bytes) else None
+
     def refuse_step(self, n_tokens: int) -> bool:
         """Makes steps smaller, after the device had no room for a graph.
 

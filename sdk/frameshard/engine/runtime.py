@@ -31,7 +31,7 @@ from frameshard.cpu import default_threads
 from frameshard.engine import gpus, hostcount, llamalog
 from frameshard.engine.adapters import Adapter, Adapters
 from frameshard.engine.forms import Forms
-from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows, StepTooLarge
+from frameshard.engine.llama import DecodeAborted, Llama, Memory, Rows, StepTooLarge, VramTaken
 from frameshard.engine.observer import Observer, find_observer
 from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.rates import Rates
@@ -532,6 +532,7 @@ class Runtime:
         :raises DecodeAborted: :meth:`abort` was called.
         :raises StepTooLarge: the budget has no room for so many tokens at once.
         :raises BudgetBelowFloor: it has no room for the smallest step either: the floor was estimated too low.
+        :raises VramTaken: other programs hold too much of the VRAM that the budget allows.
         :raises ContextOverflow: a sequence is full; nothing was changed.
         :raises BadArgument: the batch is empty or too large, or a token is not in the vocabulary; nothing was changed.
         :raises BadModel: the model file was changed, and weights are read from it. The runtime is of no more use.
@@ -608,6 +609,10 @@ class Runtime:
                 ) from error
         if isinstance(error, OutOfMemory):
             self.check_file()
+            if placement is not None and (left := placement.left_bytes) is not None:
+                raise VramTaken(
+                    f"other programs leave {left >> 20} MiB of VRAM, and a decode needs more: free some there"
+                ) from error
         raise error
 
     def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
