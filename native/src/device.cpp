@@ -197,8 +197,8 @@ fsd_status Device::unpark(std::string &why) {
 }
 
 // Room for the smallest ring stays, even while everything is resident and there is no ring. A buffer that replaces freed
-// compute buffers is one, and takes no VRAM: a graph for which there is none is refused when it runs. llama.cpp ends the
-// process if the buffer is refused.
+// compute buffers is a compute buffer, and takes no VRAM by itself: a graph that has no room is refused when it runs. If the
+// buffer were refused, llama.cpp would end the process.
 bool Device::has_room_for(size_t bytes) const {
     const uint64_t size = weights.layout.granular(bytes), held = graph_bytes();
     if (held < most_graph_bytes()) {

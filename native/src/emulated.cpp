@@ -957,6 +957,10 @@ ggml_backend_dev_t fs_emulated_device(const fs_emulated_config &config) {
 
 void fs_emulated_free(ggml_backend_dev_t device) { delete &device_of(device); }
 
+size_t fs_emulated_vram_unit(ggml_backend_dev_t device) {
+    return std::max<size_t>(1, (size_t)device_of(device).config.faults.unit_kb * 1024);
+}
+
 fs_emulated_stats fs_emulated_get_stats(ggml_backend_dev_t device) {
     Emulated &d = device_of(device);
     fs_emulated_stats s{};

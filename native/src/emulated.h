@@ -59,5 +59,6 @@ ggml_backend_dev_t fs_emulated_device(const fs_emulated_config &config);
 // Frees a device. Its backends, buffers and events must be freed before.
 void fs_emulated_free(ggml_backend_dev_t device);
 
+size_t fs_emulated_vram_unit(ggml_backend_dev_t device);            // bytes in multiples of which it allocates VRAM
 fs_emulated_stats fs_emulated_get_stats(ggml_backend_dev_t device); // any thread
 void fs_emulated_reset_peak(ggml_backend_dev_t device);             // any thread

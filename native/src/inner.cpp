@@ -52,8 +52,8 @@ bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
         quirks.warm_up_s = emulated.warm_up_s;
         quirks.probe_queries = emulated.probe_queries;
     }
-    if (fs_emulated_config config; quirks.emulated && fs_emulated_config_from_env(config)) {
-        quirks.vram_unit_bytes = std::max<size_t>(1, (size_t)config.faults.unit_kb * 1024);
+    if (quirks.emulated) {
+        quirks.vram_unit_bytes = fs_emulated_vram_unit(device);
     }
     this->copy_bytes = copy_bytes;
     // ggml-cuda registers host memory only if this is set. llama.cpp's own use of it does not apply to our buffers.

@@ -40,7 +40,7 @@ def test_each_refused_allocation_of_loading(deep_model: Path) -> None:
     assert len(answers) == 1
 
 
-@pytest.mark.parametrize("ms", [400, 5000])
+@pytest.mark.parametrize("ms", [400, 8000])
 def test_jobs_wait_for_vram_that_another_program_holds(deep_model: Path, ms: int) -> None:
     """If they wait too long they fail alone, and later ones do not."""
     params = {"max_tokens": 40, "temperature": 1.0, "seed": 1}
@@ -54,7 +54,7 @@ def test_jobs_wait_for_vram_that_another_program_holds(deep_model: Path, ms: int
         while events[-1][-1]["ev"] == "failed" and time.monotonic() < until:
             assert events[-1][-1]["error"]["name"] == "out_of_memory"
             assert events[-1][-1]["error"]["retriable"] is True
-            time.sleep(0.2)
+            time.sleep(0.2)  # the other program is still there
             events.append(child.run("Once upon a time", params=params))
         assert ids(events[-1]) == expected
         assert (len(events) == 1) == (ms == 400)

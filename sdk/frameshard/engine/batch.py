@@ -78,9 +78,11 @@ TURN_DECODES = 8
 
 RATE_WINDOW_S = 2.0
 TAKEN_S = 3.0
-"""So long decodes are repeated for which other programs leave too little VRAM. Then their jobs fail."""
+"""For how many seconds a decode is repeated if other programs leave too little VRAM for it. Then its jobs fail."""
 
 TAKEN_PAUSE_S = 0.1
+"""The pause before such a decode is repeated."""
+
 READ_S = 0.3
 """Parts of a prompt follow each other at once for so many seconds, if each takes less than that."""
 
@@ -250,7 +252,8 @@ class Batcher:
             else:
                 failure = error
         self._in_flight.end()
-        self._taken_since = self._taken_since if failure else None
+        if failure is None:
+            self._taken_since = None
         for job in jobs:
             job.gave_way = isinstance(failure, DecodeAborted)
         if failure is not None:

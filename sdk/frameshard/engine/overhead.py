@@ -16,7 +16,7 @@ logger = logging.getLogger("frameshard.engine")
 # the load of a dense model on an H100, 66 MiB after that of a recurrent one, and 81 MiB in the load of a mixture of
 # experts.
 DRIVER_MARGIN = 96 << 20
-# What is left of it, at least, at a budget that would be below the floor with all of it.
+# The least of it that is kept free at a budget that has no room for all of it.
 LEAST_MARGIN = 16 << 20
 
 WINDOW_S = 0.25
@@ -78,7 +78,7 @@ class DriverOverhead:
             return
         stats = self._device.stats()
         held = max(0, used - (stats.used_bytes - stats.overhead_bytes)) + DRIVER_MARGIN
-        counted = stats.overhead_bytes - stats.pool_bytes
+        counted = _counted(stats)
         # A prompt has left up to pool_bytes behind, or what it needs was freed.
         overhead = min(max(counted, held - stats.pool_bytes), held)
         wanted = max(counted, overhead) if stats.lacks_workspaces else overhead
@@ -103,18 +103,26 @@ class DriverOverhead:
         if overhead is None:
             return
         self._meter.clear()
-        counted = _within_budget(overhead - after.pool_bytes, after)
-        if counted == after.overhead_bytes - after.pool_bytes:
+        wanted = _within_budget(overhead - after.pool_bytes, after)
+        if wanted == _counted(after):
             return
         logger.info("the driver holds %d MiB now", (overhead - DRIVER_MARGIN) >> 20)
         try:
-            self._device.set_overhead(counted)
+            self._device.set_overhead(wanted)
         except BudgetBelowFloor as error:
             logger.warning("%s", error)
 
 
+def _counted(stats: Stats) -> int:
+    """The bytes of the overhead that was set last: without the pools, which the device counts."""
+    return stats.overhead_bytes - stats.pool_bytes
+
+
 def _within_budget(wanted_bytes: int, stats: Stats) -> int:
-    """The overhead to count instead of one with all of :data:`DRIVER_MARGIN`, without the pools: as much of the margin
-    as the budget has room for at the floor."""
-    room = stats.overhead_bytes - stats.pool_bytes + stats.budget_bytes - stats.floor_bytes
+    """An overhead for which the budget in force is not below the floor.
+
+    :param wanted_bytes: the overhead with all of :data:`DRIVER_MARGIN`.
+    :returns: the same with as much of the margin as there is room for, and at least :data:`LEAST_MARGIN`.
+    """
+    room = _counted(stats) + stats.budget_bytes - stats.floor_bytes
     return min(wanted_bytes, max(room, wanted_bytes - DRIVER_MARGIN + LEAST_MARGIN))

@@ -125,8 +125,8 @@ class Placement:
 
     @property
     def refused_bytes(self) -> int:
-        """The smallest budget for the last graph, if the budget in force had no room for it; otherwise 0. It has none
-        either where it is below the floor, because the driver has taken more VRAM."""
+        """The smallest budget for the last graph, if the budget in force had no room for it; otherwise 0. A
+        budget has no room for any graph if the floor has risen above it, because the driver has taken more VRAM."""
         stats = self.device.stats()
         if stats.refused_graph_bytes:
             return stats.floor_bytes + stats.refused_graph_bytes - stats.floor_graph_bytes
