@@ -4,7 +4,7 @@ namespace fsd {
 
 // While a prompt is read, the ring has room for so many of the largest steps.
 static constexpr size_t kRingForPrompts = 4;
-// Smaller pools are not freed after a prompt: that costs the next one about 10 ms.
+// Smaller pools are not freed after a prompt: that costs the next one about 10 ms, and what the device has captured of graphs.
 static constexpr uint64_t kPoolKept = 16 << 20;
 
 Device &device() {
@@ -230,11 +230,18 @@ bool Device::materialise(Buffer *b) {
 
 bool Device::hold(GraphMemory &memory) {
     size_t bytes = 0;
-    if (memory.fits(inner, bytes)) {
+    const bool held_before = memory.fits(inner, bytes);
+    memory.drop_idle(inner, ledger);
+    if (held_before) {
         return true;
     }
-    memory.release(inner, ledger);
-    const uint64_t graphs = ledger.used(Use::graph) + bytes, room = room_for_graphs(ledger.budget());
+    const bool runs = !abort.load();
+    memory.drop(inner, ledger);
+    const uint64_t graphs = ledger.used(Use::graph) - memory.bytes() + bytes, room = room_for_graphs(ledger.budget());
+    const uint64_t had = ledger.used(Use::pool), pool = std::max(had, pool_bytes(graphs));
+    if (!runs || ledger.used() - had + bytes + pool > ledger.budget()) {
+        memory.release(inner, ledger); // before weights are evicted
+    }
     if (graphs + ledger.used(Use::pool) > room) {
         drop_pool();
     }
@@ -243,7 +250,6 @@ bool Device::hold(GraphMemory &memory) {
         return false;
     }
     counters.update([](fsd_stats &c) { c.refused_graph_bytes = 0; });
-    const bool runs = !abort.load();
     if (runs) {
         ledger.count(Use::pool, std::max<uint64_t>(ledger.used(Use::pool), pool_bytes(graphs)));
     }
@@ -544,12 +550,13 @@ size_t Device::fill(size_t max_bytes) {
             b->graph->trim(inner, ledger);
         }
     }
-    if (ledger.used(Use::pool) >= kPoolKept) {
+    arena.start_round();
+    kv.settle(true);
+    const bool all_in_vram = arena.full() && kv.spilled_bytes() == 0;
+    if (ledger.used(Use::pool) >= kPoolKept && !all_in_vram) {
         drop_pool();
     }
     count_graph_memory();
-    arena.start_round();
-    kv.settle(true);
     size_t done = kv.fetch_blocks();
     const Residency want = residency_at(ledger.fixed());
     if (want.fits && want.ring == 0 && ring.capacity() > 0) {

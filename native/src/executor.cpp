@@ -141,7 +141,7 @@ ggml_status Executor::run() {
 
 Program *Executor::find_or_compile(std::string &why) {
     const ProgramKey key = program_key(d, graph, node, piece);
-    if (Program *known = d.programs.find(key)) {
+    if (Program *known = d.programs.find(key, graph)) {
         return known;
     }
     d.inner.synchronize(); // queued work may read the shadow graph of a program that is dropped

@@ -949,14 +949,14 @@ ProgramKey program_key(Device &d, const ggml_cgraph *graph, int first_node, int 
     key.tier = d.plan.tier_for(n_tokens);
     key.merge_limit = merge_limit(d, n_tokens);
     for (const GraphMemory *memory : d.memories.of(graph, graph_memories)) {
-        key.memory += memory->version();
+        key.memory.push_back(memory->version());
     }
     return key;
 }
 
 std::unique_ptr<Program> compile_graph(const Device &d, GraphKeys &keys, const ggml_cgraph *graph,
                                        const ProgramKey &key, std::string &why) {
-    auto program = std::make_unique<Program>(key, d.cpu);
+    auto program = std::make_unique<Program>(key, graph, d.cpu);
     Compiler compiler(d, keys, graph, *program);
     return compiler.compile(why) ? std::move(program) : nullptr;
 }

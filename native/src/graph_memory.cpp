@@ -8,6 +8,9 @@ namespace fsd {
 
 // Less than this is not given back before a larger graph follows: an allocation takes longer than copies of so many bytes.
 static constexpr size_t kNotWorthwhile = 1 << 20;
+static constexpr size_t kMostKnown = 8;
+
+static bool far_larger(size_t bytes, size_t needed) { return bytes > 2 * needed && bytes - needed >= kNotWorthwhile; }
 
 void GraphMemory::add(size_t at, size_t bytes) {
     std::lock_guard<std::mutex> lock(adding_mutex_);
@@ -48,28 +51,45 @@ void GraphMemory::pack(size_t alignment) {
         e.packed_at = packed;
         packed += round_up(e.end - e.at, alignment);
     }
-    const auto same = [](const Extent &a, const Extent &b) { return a.at == b.at && a.end == b.end; };
-    if (!std::equal(extents.begin(), extents.end(), extents_.begin(), extents_.end(), same)) {
-        version_++;
-    }
     extents_ = std::move(extents);
     packed_ = packed;
 }
 
+void GraphMemory::find_version() {
+    const auto same = [](const Extent &a, const Extent &b) { return a.at == b.at && a.end == b.end; };
+    const auto found = std::find_if(known_.begin(), known_.end(), [&](const Addresses &a) {
+        return a.storage == now_->id &&
+               std::equal(extents_.begin(), extents_.end(), a.extents.begin(), a.extents.end(), same);
+    });
+    if (found != known_.end()) {
+        version_ = found->version;
+        return;
+    }
+    if (known_.size() >= kMostKnown) {
+        known_.pop_front();
+    }
+    version_ = ++ids_;
+    known_.push_back({now_->id, version_, extents_});
+}
+
 bool GraphMemory::take(Inner &inner, Ledger &ledger, size_t bytes) {
-    release(inner, ledger);
-    storage_ = ledger.allocate(Use::graph, bytes);
-    if (!storage_) {
+    drop(inner, ledger);
+    now_->buffer = ledger.allocate(Use::graph, bytes);
+    if (!now_->buffer) {
         return false;
     }
-    ggml_backend_buffer_clear(storage_.get(), 0); // kernels may read past the last row of a tensor
+    now_->id = ++ids_;
+    find_version();
+    ggml_backend_buffer_clear(storage(), 0); // kernels may read past the last row of a tensor
     return true;
 }
 
 bool GraphMemory::fits(const Inner &inner, size_t &needed) {
+    bool other = false;
     {
         std::lock_guard<std::mutex> lock(adding_mutex_);
-        if (std::exchange(adding_, false)) {
+        other = std::exchange(adding_, false);
+        if (other) {
             pack(ggml_backend_buft_get_alignment(inner.buffer_type()));
             input = Input::kept;
         }
@@ -79,33 +99,49 @@ bool GraphMemory::fits(const Inner &inner, size_t &needed) {
     }
     needed = round_up(packed_, inner.quirks.vram_unit_bytes);
     least_ = least_ == 0 ? needed : std::min(least_, needed);
-    const bool far_too_large = bytes() > 2 * needed && bytes() - needed >= kNotWorthwhile;
-    return bytes() >= needed && !far_too_large;
+    Storage *before = std::exchange(now_, far_larger(needed, least_) ? &large_ : &small_);
+    if (other || now_ != before) {
+        find_version();
+    }
+    return now_->bytes() >= needed && !far_larger(now_->bytes(), needed);
+}
+
+void GraphMemory::drop_idle(Inner &inner, Ledger &ledger) {
+    if (now_ == &small_) {
+        release(inner, ledger, large_);
+    }
 }
 
 void GraphMemory::trim(Inner &inner, Ledger &ledger) {
-    if (bytes() >= least_ + kNotWorthwhile) {
+    const bool had_any = small_.buffer || large_.buffer;
+    release(inner, ledger, large_);
+    if (had_any && (small_.bytes() < least_ || far_larger(small_.bytes(), least_))) {
+        now_ = &small_;
         take(inner, ledger, least_); // if there is none, fits() is false for the next graph
     }
 }
 
 void GraphMemory::release(Inner &inner, Ledger &ledger) {
-    if (storage_) {
+    release(inner, ledger, small_);
+    release(inner, ledger, large_);
+}
+
+void GraphMemory::release(Inner &inner, Ledger &ledger, Storage &storage) {
+    if (storage.buffer) {
         inner.synchronize(); // queued work may still use it
-        ledger.release(Use::graph, storage_);
-        version_++;
+        ledger.release(Use::graph, storage.buffer);
     }
 }
 
 char *GraphMemory::address(size_t at) const {
     auto after =
         std::upper_bound(extents_.begin(), extents_.end(), at, [](size_t a, const Extent &e) { return a < e.at; });
-    if (after == extents_.begin() || !storage_) {
+    if (after == extents_.begin() || !storage()) {
         return nullptr;
     }
     const Extent &e = *(after - 1);
-    return at < e.end && e.packed_at + (e.end - e.at) <= bytes()
-               ? (char *)ggml_backend_buffer_get_base(storage_.get()) + e.packed_at + (at - e.at)
+    return at < e.end && e.packed_at + (e.end - e.at) <= now_->bytes()
+               ? (char *)ggml_backend_buffer_get_base(storage()) + e.packed_at + (at - e.at)
                : nullptr;
 }
 

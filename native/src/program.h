@@ -66,28 +66,41 @@ struct Segment {
     std::vector<HostRows> rows;       // by `out`
 };
 
+// A copy of a graph's nodes and of what they read that is no node, and where they were. llama.cpp builds each graph in the same
+// memory: one that it builds again, like the graph of a token after a prompt, often is the same to the byte.
+class GraphImage {
+  public:
+    explicit GraphImage(const ggml_cgraph *graph);
+    bool is_of(const ggml_cgraph *graph) const;
+
+  private:
+    std::vector<const ggml_tensor *> at_;
+    std::vector<ggml_tensor> tensors_; // by at_
+};
+
 // What a program depends on beside the weights.
 struct ProgramKey {
     uint64_t uid = 0;        // ggml's id of the graph; 0: the graph is not known again
     uint64_t generation = 0; // of the residency
     int first_node = 0, first_piece = 0;
     const Tier *tier = nullptr;
-    size_t merge_limit = 0; // how much work neighbouring resident steps may have together in one segment
-    uint64_t memory = 0;    // the sum of the versions of its compute buffers' memory
+    size_t merge_limit = 0;       // how much work neighbouring resident steps may have together in one segment
+    std::vector<uint64_t> memory; // the versions of its compute buffers' memory
 
-    bool operator==(const ProgramKey &o) const {
-        return uid == o.uid && generation == o.generation && first_node == o.first_node &&
-               first_piece == o.first_piece && tier == o.tier && merge_limit == o.merge_limit && memory == o.memory;
+    bool same_but_for_id(const ProgramKey &o) const {
+        return generation == o.generation && first_node == o.first_node && first_piece == o.first_piece &&
+               tier == o.tier && merge_limit == o.merge_limit && memory == o.memory;
     }
 };
 
 struct Program {
-    Program(const ProgramKey &k, ggml_backend_t cpu) : key(k), twins(cpu) {}
+    Program(const ProgramKey &k, const ggml_cgraph *graph, ggml_backend_t cpu) : key(k), image(graph), twins(cpu) {}
     Program(const Program &) = delete;
     Program &operator=(const Program &) = delete;
     ~Program() { ggml_free(ctx); }
 
-    const ProgramKey key;
+    ProgramKey key;
+    const GraphImage image; // empty if the graph has no id
     uint64_t used_at = 0;
     std::vector<Segment> segments;
     std::vector<RingEntry> entries;
@@ -104,8 +117,10 @@ struct Program {
 // finished: queued work reads the shadow graphs.
 class ProgramCache {
   public:
-    Program *find(const ProgramKey &key); // null: none
-    void make_room(uint64_t generation);  // for one more; programs of other generations go first
+    // The graph's program; null: none. A graph with a new id that is the same as an earlier one has that one's program.
+    Program *find(const ProgramKey &key, const ggml_cgraph *graph);
+    // For one more. Programs that cannot be found again go first.
+    void make_room(uint64_t generation);
     Program *add(std::unique_ptr<Program> program);
     void clear() { programs_.clear(); }
 

@@ -116,6 +116,52 @@ def test_decoding_has_the_vram_that_prompts_need(deep_model: Path) -> None:
         assert stats[-1]["peak_bytes"] <= budget
 
 
+ANSWERS = """
+import json, sys
+import numpy as np
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+
+tokens = [300 + 7 * i % 700 for i in range(900)]
+config = EngineConfig(
+    model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=512, n_parallel=1, n_threads=1, mode="stream_only",
+)
+with Runtime.load(config) as runtime:
+    seen, answers = [], []
+    for length in map(int, sys.argv[2:]):
+        runtime.clear(0)
+        runtime.decode_tokens(0, tokens[:length])
+        after_prompt = runtime.device.stats()
+        while runtime.placement.fill():
+            pass
+        answer = [runtime.decode_tokens(0, [token])[-1] for token in tokens[800:804]]
+        after_answer = runtime.device.stats()
+        seen.append({
+            "recompiles": after_answer.recompiles - after_prompt.recompiles,
+            "prompt_bytes": after_prompt.graph_bytes, "answer_bytes": after_answer.graph_bytes,
+        })
+        answers.append(np.stack(answer).tolist())
+    print(json.dumps([seen, answers]))
+"""
+
+
+def test_an_answer_goes_on_with_the_programs_of_the_one_before(deep_model: Path) -> None:
+    """If prompts evict nothing, tokens in contexts of about the same length need no new program."""
+
+    def run(*lengths: int) -> tuple[list[dict[str, int]], list[list[float]]]:
+        command = [sys.executable, "-c", ANSWERS, str(deep_model), *map(str, lengths)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stderr
+        seen, answers = json.loads(result.stdout)
+        return seen, answers
+
+    seen, answers = run(500, 505, 800)
+    assert [each["recompiles"] for each in seen] == [1, 0, 1]  # llama.cpp's graph grows with each 256 cells of context
+    for each in seen:
+        assert each["answer_bytes"] < each["prompt_bytes"] / 4
+    assert answers[1:] == [run(length)[1][0] for length in (505, 800)]
+
+
 def test_weights_return_after_a_prompt(deep_model: Path) -> None:
     """The engine fills VRAM again when the last prompt is read, also if nothing is decoded afterwards."""
     fields: dict[str, object] = {"device": "emulated", "n_ctx": 1024, "n_parallel": 1, "n_ubatch": 512}

@@ -160,8 +160,11 @@ class Plan:
 
     def predicted_answer_tps(self, n_prompt: int, n_generate: int, n_parallel: int = 1) -> float:
         """Predicted tokens per second of answers of ``n_generate`` tokens, from the end of prompts of ``n_prompt`` on.
-        The first token waits until the VRAM of the prompts' compute buffer holds weights, keys and values again."""
-        first_s = self._return_s(n_prompt, n_parallel) + min(n_generate, 2) * self._costs.first_s
+        The first token waits until the VRAM of the prompts' compute buffer holds weights, keys and values again. If
+        prompts evict nothing, the graph of a token is the one that ran before them."""
+        first_s = self._return_s(n_prompt, n_parallel)
+        if first_s:
+            first_s += min(n_generate, 2) * self._costs.first_s
         return n_parallel * n_generate / (first_s + n_generate * self.predicted_decode_s(n_parallel))
 
     def bound_decode_tps(self, n_parallel: int = 1) -> float:
