@@ -61,15 +61,13 @@ void GraphMemory::find_version() {
         return a.storage == now_->id &&
                std::equal(extents_.begin(), extents_.end(), a.extents.begin(), a.extents.end(), same);
     });
-    if (found != known_.end()) {
-        version_ = found->version;
-        return;
+    if (found == known_.end()) {
+        known_.insert(known_.begin(), {now_->id, ++ids_, extents_});
+        known_.resize(std::min(known_.size(), kMostKnown));
+    } else {
+        std::rotate(known_.begin(), found, found + 1);
     }
-    if (known_.size() >= kMostKnown) {
-        known_.pop_front();
-    }
-    version_ = ++ids_;
-    known_.push_back({now_->id, version_, extents_});
+    version_ = known_.front().version;
 }
 
 bool GraphMemory::take(Inner &inner, Ledger &ledger, size_t bytes) {
@@ -100,10 +98,11 @@ bool GraphMemory::fits(const Inner &inner, size_t &needed) {
     needed = round_up(packed_, inner.quirks.vram_unit_bytes);
     least_ = least_ == 0 ? needed : std::min(least_, needed);
     Storage *before = std::exchange(now_, far_larger(needed, least_) ? &large_ : &small_);
-    if (other || now_ != before) {
+    const bool fits = now_->bytes() >= needed && !far_larger(now_->bytes(), needed);
+    if (fits && (other || now_ != before)) {
         find_version();
     }
-    return now_->bytes() >= needed && !far_larger(now_->bytes(), needed);
+    return fits;
 }
 
 void GraphMemory::drop_idle(Inner &inner, Ledger &ledger) {
@@ -130,6 +129,9 @@ void GraphMemory::release(Inner &inner, Ledger &ledger, Storage &storage) {
     if (storage.buffer) {
         inner.synchronize(); // queued work may still use it
         ledger.release(Use::graph, storage.buffer);
+        known_.erase(
+            std::remove_if(known_.begin(), known_.end(), [&](const Addresses &a) { return a.storage == storage.id; }),
+            known_.end());
     }
 }
 

@@ -8,7 +8,6 @@
 
 #include "ledger.h"
 
-#include <deque>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -85,7 +84,7 @@ class GraphMemory {
     Storage small_, large_;       // of graphs that need about the least, and of others
     Storage *now_ = &small_;      // of the graph in use
     uint64_t version_ = 0, ids_ = 0;
-    std::deque<Addresses> known_; // of the latest graphs
+    std::vector<Addresses> known_; // of the latest graphs, the latest first
 };
 
 } // namespace fsd
