@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import select
@@ -73,8 +74,8 @@ def read_until(process: subprocess.Popen[bytes], *words: bytes) -> bytes:
     return said
 
 
-def interrupted(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGINT to the command only, and checks how it ends."""
+def interrupted(process: subprocess.Popen[bytes]) -> bytes:
+    """Sends SIGINT to the command only, and checks how it ends; returns what it wrote to stdout."""
     started = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     at = time.monotonic()
@@ -85,6 +86,7 @@ def interrupted(process: subprocess.Popen[bytes]) -> None:
     assert b"KeyboardInterrupt" not in err, err
     gone_after(started, HANGS_S)
     assert not any(map(alive, started))
+    return out
 
 
 def options(model: Path, *more: str) -> tuple[str, ...]:
@@ -155,6 +157,23 @@ def test_a_second_one_ends_it_without_waiting(model_path: Path) -> None:
         read_until(process, b"1 of 3")
         process.send_signal(signal.SIGINT)
         interrupted(process)
+
+
+def test_a_benchmark_prints_what_it_has_measured(model_path: Path) -> None:
+    args = ("--vram-budget", "floor,full", "--prompt", "16", "--generate", "2", "--repeat", "500")
+    for more in ((), ("--json",)):
+        with running("bench", *options(model_path, *args, *more)) as process:
+            read_until(process, b" 6 of 1000")
+            out = interrupted(process).decode()
+        if more:
+            document = json.loads(out)
+            assert 2 <= document["repeat"] < 500
+            rows = [(row["budget_mb"], len(row["runs"]["ttft_s"])) for row in document["rows"]]
+            assert rows[0][0] < rows[1][0]
+            assert document["repeat"] == rows[1][1] <= rows[0][1]
+        else:
+            assert "medians of " in out
+            assert "medians of 500" not in out
 
 
 def until(condition: Callable[[], bool]) -> None:

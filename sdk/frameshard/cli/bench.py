@@ -34,7 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "bench",
         help="measure speed and VRAM at several budgets, beside the plan's prediction",
-        description="Measures time to first token, decoding and peak VRAM at each budget.",
+        description="Measures time to first token, decoding and peak VRAM at each budget. Ctrl-C prints what was"
+        " measured until then.",
     )
     common.add_model_args(parser)
     parser.add_argument(
@@ -97,6 +98,11 @@ class _Row:
     plan: Any = None
     theirs: dict[str, Theirs] = field(default_factory=dict)  # llama.cpp's runs, by allowance
 
+    @property
+    def was_measured(self) -> bool:
+        """Whether it has at least one run, beside one of llama.cpp if that is compared."""
+        return bool(self.decode_tps) and all(each.runs or not each.setting for each in self.theirs.values())
+
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import errors, models
@@ -146,33 +152,58 @@ def run(args: argparse.Namespace) -> int:
         if beside is not None:
             result["equal_vram"] = "process" in beside.allowances
             _choose(rows, beside, steps)
-        for _ in range(args.repeat):
-            for row in rows:
-                where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
-                steps.next(f"{args.prompt} tokens of prompt, {args.generate} decoded{where}")
-                _measure(row, runtime, workload, any_tokens=bool(args.vs))
-                for allowance, theirs in row.theirs.items():
-                    assert beside is not None
-                    assert row.budget is not None
-                    steps.next(beside.what(theirs, allowance, row.budget))
-                    beside.measure(theirs)
-        if args.timeline:
-            _set_budget(rows[0], runtime)
-            _fill(rows[0], runtime, workload)
-            windows = _windows(runtime, workload, any_tokens=bool(args.vs))
-            title = f"{runtime.model_info.path.name}, {common.format_size(rows[0].budget or 0)}, {runtime.device_name}"
-            summaries = {name: window.summary() for name, window in windows.items()}
-            result["timeline"] = {"file": args.timeline, **summaries}
-    result["rows"] = [_document(row, workload) for row in rows]
-    if args.json:
-        common.emit_json(result)
-    else:
-        _print(result, rows, markdown=args.markdown)
+        try:
+            _repeat(rows, runtime, workload, beside, args, steps)
+            if args.timeline:
+                _set_budget(rows[0], runtime)
+                _fill(rows[0], runtime, workload)
+                windows = _windows(runtime, workload, any_tokens=bool(args.vs))
+        except KeyboardInterrupt:
+            _report(result, [row for row in rows if row.was_measured], workload, args)
+            raise
+    if args.timeline:
+        title = f"{runtime.model_info.path.name}, {common.format_size(rows[0].budget or 0)}, {runtime.device_name}"
+        summaries = {name: window.summary() for name, window in windows.items()}
+        result["timeline"] = {"file": args.timeline, **summaries}
+    _report(result, rows, workload, args)
     if args.timeline:
         figures.draw_apart(figures.draw_timeline, args.timeline, title, list(windows.values()))
         if not args.json:
             print(f"drawn in {args.timeline}")
     return 0
+
+
+def _repeat(
+    rows: list[_Row],
+    runtime: Runtime,
+    workload: Workload,
+    beside: Comparison | None,
+    args: argparse.Namespace,
+    steps: progress.Steps,
+) -> None:
+    """Measures all rows ``--repeat`` times, in turns with llama.cpp."""
+    for _ in range(args.repeat):
+        for row in rows:
+            where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
+            steps.next(f"{args.prompt} tokens of prompt, {args.generate} decoded{where}")
+            _measure(row, runtime, workload, any_tokens=bool(args.vs))
+            for allowance, theirs in row.theirs.items():
+                assert beside is not None
+                assert row.budget is not None
+                steps.next(beside.what(theirs, allowance, row.budget))
+                beside.measure(theirs)
+
+
+def _report(result: dict[str, Any], rows: list[_Row], workload: Workload, args: argparse.Namespace) -> None:
+    """Prints the rows, if there are any. After Ctrl-C these are fewer, or medians of fewer runs."""
+    if not rows:
+        return
+    result["repeat"] = min(len(row.ttft) for row in rows)
+    result["rows"] = [_document(row, workload) for row in rows]
+    if args.json:
+        common.emit_json(result)
+    else:
+        _print(result, rows, markdown=args.markdown)
 
 
 def _check(args: argparse.Namespace, device: str, needed: int) -> None:
