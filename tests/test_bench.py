@@ -43,8 +43,8 @@ def test_rows_and_a_time_line(shallow_model: Path, tmp_path: Path) -> None:
         assert row["peak_vram_mb"] <= row["budget_mb"]
         assert row["ubatch"] == 256  # in stream-only mode it is the same at every budget, and at most the context
         assert row["runs"]["decode_tps"] == [row["decode_tps"]]
-    # Four tokens are measured from the prompt on, so the first one's share of the prediction is large, unless the prompt
-    # evicts nothing.
+    # Four tokens are measured from the prompt on, so the first one's share of the prediction is large, unless
+    # everything is resident.
     shares = [row["predicted_decode_tps"] / row["plan"]["predicted_decode_tps"] for row in document["rows"]]
     assert 0 < shares[0] < 0.99
     assert shares[1] == pytest.approx(1)

@@ -32,9 +32,9 @@ Floats = NDArray[np.float64]
 # launches.
 _KERNELS = {"attention": 9, "shared": 3, "ffn": 2, "ffn_down": 0, "experts": 10, "output": 1, "vision": 8, "other": 4}
 # The time that each of these kernels adds to a token whose graph has not run with these weights in VRAM, as after a
-# prompt that evicts some: the shard device compiles it, and the driver launches its kernels one by one, then records
-# them in the next token. On H100 machines the first two tokens together took 32 and 37 ms more than later ones with
-# qwen3-30b-a3b-q4_0, and 12 to 24 ms with minitron-8b-q4_0.
+# prompt if not all are resident: the shard device compiles it, and the driver launches its kernels one by one, then
+# records them in the next token. On H100 machines the first two tokens together took 32 and 37 ms more than later ones
+# with qwen3-30b-a3b-q4_0, and 12 to 24 ms with minitron-8b-q4_0.
 _FIRST_S = 19e-6
 # The same for each step of a prompt, whose later launches run ahead of the device. On an H100 machine 3.4 ms passed
 # before the first launch with minitron-4b-f16 and 9 ms with qwen3-30b-a3b-q4_0, besides the mask and the embeddings.
@@ -120,7 +120,7 @@ class Costs:
         n_kernels = shards.by_kind({k: float(n) for k, n in _KERNELS.items()})
         self.kernels_s = profile.kernel_s * n_kernels
         self.first_s = _FIRST_S * float(n_kernels.sum())
-        """How much longer each of the first two tokens takes after a prompt that has evicted weights."""
+        """How much longer each of the first two tokens after a prompt takes while not everything is resident."""
         self.build_s = _BUILD_S * float(n_kernels.sum())
         """How much longer each step of a prompt takes than its computation."""
         pass_s = 4 * layout.model.n_embd / profile.device_memory

@@ -160,10 +160,10 @@ class Plan:
 
     def predicted_answer_tps(self, n_prompt: int, n_generate: int, n_parallel: int = 1) -> float:
         """Predicted tokens per second of answers of ``n_generate`` tokens, from the end of prompts of ``n_prompt`` on.
-        The first token waits until the VRAM of the prompts' compute buffer holds weights, keys and values again. If
-        prompts evict nothing, the graph of a token is the one that ran before them."""
+        The first token waits until the VRAM of the prompts' compute buffer holds weights, keys and values again. While
+        everything is resident, the graph of a token is the one that ran before the prompts."""
         first_s = self._return_s(n_prompt, n_parallel)
-        if first_s:
+        if first_s or self.ring_bytes:
             first_s += min(n_generate, 2) * self._costs.first_s
         return n_parallel * n_generate / (first_s + n_generate * self.predicted_decode_s(n_parallel))
 
