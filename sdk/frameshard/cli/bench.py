@@ -9,14 +9,17 @@ before the measured run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import common, figures, progress
+from . import common, figures, interrupt, progress
 from .vram import Sampler
 
 if TYPE_CHECKING:
@@ -152,15 +155,12 @@ def run(args: argparse.Namespace) -> int:
         if beside is not None:
             result["equal_vram"] = "process" in beside.allowances
             _choose(rows, beside, steps)
-        try:
+        with _printed_if_interrupted(result, rows, workload, args):
             _repeat(rows, runtime, workload, beside, args, steps)
             if args.timeline:
                 _set_budget(rows[0], runtime)
                 _fill(rows[0], runtime, workload)
                 windows = _windows(runtime, workload, any_tokens=bool(args.vs))
-        except KeyboardInterrupt:
-            _report(result, [row for row in rows if row.was_measured], workload, args)
-            raise
     if args.timeline:
         title = f"{runtime.model_info.path.name}, {common.format_size(rows[0].budget or 0)}, {runtime.device_name}"
         summaries = {name: window.summary() for name, window in windows.items()}
@@ -192,6 +192,28 @@ def _repeat(
                 assert row.budget is not None
                 steps.next(beside.what(theirs, allowance, row.budget))
                 beside.measure(theirs)
+
+
+@contextlib.contextmanager
+def _printed_if_interrupted(
+    result: dict[str, Any], rows: list[_Row], workload: Workload, args: argparse.Namespace
+) -> Iterator[None]:
+    """Prints the rows that have runs if Ctrl-C ends the block, also while it is in native code."""
+    first = threading.Lock()  # held by the thread that prints
+
+    def report() -> None:
+        if first.acquire(blocking=False):
+            _report(result, [row for row in rows if row.was_measured], workload, args)
+            sys.stdout.flush()
+
+    interrupt.at_end.append(report)
+    try:
+        yield
+    except KeyboardInterrupt:
+        report()
+        raise
+    finally:
+        interrupt.at_end.remove(report)
 
 
 def _report(result: dict[str, Any], rows: list[_Row], workload: Workload, args: argparse.Namespace) -> None:

@@ -23,7 +23,8 @@ STATUS = 130
 GRACE_S = 0.5
 
 at_end: list[Callable[[], None]] = []
-"""Functions that restore the terminal. They are called before the thread ends the process, and must not wait."""
+"""Functions that restore the terminal, or print a result. They are called before the thread ends the process, and must
+not wait."""
 
 
 @contextlib.contextmanager
