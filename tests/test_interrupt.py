@@ -160,14 +160,9 @@ def test_a_second_one_ends_it_without_waiting(model_path: Path) -> None:
 
 
 def test_a_benchmark_prints_what_it_has_measured(model_path: Path) -> None:
-    """Also while a call to llama.cpp takes seconds, as at the second link."""
-    args = ("--vram-budget", "floor", "--prompt", "8", "--generate", "1", "--repeat", "500")
-    with running("bench", *options(model_path, *args, "--device", "emulated")) as process:
-        read_until(process, b"3 of 500")
-        table = interrupted(process).decode()
-    assert "medians of " in table
-    assert "medians of 500" not in table
-    with running("bench", *options(model_path, *args, "--device", "emulated:0.05", "--json")) as process:
+    """Also while a call to llama.cpp takes longer than the main thread is waited for, as at the floor."""
+    args = ("--vram-budget", "floor", "--prompt", "64", "--generate", "1", "--repeat", "500", "--json")
+    with running("bench", *options(model_path, *args)) as process:
         read_until(process, b"3 of 500")
         document = json.loads(interrupted(process))
     (row,) = document["rows"]
