@@ -29,9 +29,9 @@ class GraphMemory {
     bool fits(const Inner &inner, size_t &needed);
     // Takes other VRAM for that graph; what was in the memory is lost. False: there is none within the budget.
     bool take(Inner &inner, Ledger &ledger, size_t bytes);
-    // Frees what that graph would be in, because it does not fit.
+    // Frees the allocation in which that graph does not fit.
     void drop(Inner &inner, Ledger &ledger) { release(inner, ledger, *now_); }
-    // Frees what a large graph had, if that graph is small.
+    // Frees the allocation of large graphs, if that graph is a small one.
     void drop_idle(Inner &inner, Ledger &ledger);
     // Keeps no more VRAM than small graphs have needed. Call between graphs, when the results of the last one were read.
     void trim(Inner &inner, Ledger &ledger);
@@ -71,7 +71,7 @@ class GraphMemory {
     };
 
     void pack(size_t alignment);
-    void find_version();
+    void find_version(); // for the addresses of now: the one that they had before, or a new one
     void release(Inner &inner, Ledger &ledger, Storage &storage);
 
     mutable std::mutex adding_mutex_;                // guards these three

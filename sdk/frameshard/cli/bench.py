@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         workload = Workload(runtime.n_ctx_seq, args.prompt, args.generate, args.parallel, config.n_ubatch, args.kv_type)
         result |= {key: getattr(workload, f"n_{key}") for key in ("prompt", "generate", "parallel")}
-        result |= {"repeat": args.repeat, "ctx": workload.n_ctx}
+        result["ctx"] = workload.n_ctx
         if runtime.device is not None:
             result["floor_mb"] = round(runtime.device.stats().floor_bytes / MIB, 3)
         rows = [_Row(budget) for budget in common.budgets_of(args.vram_budget, runtime)]
