@@ -65,7 +65,7 @@ void HeldWeights::want(const std::vector<int> &ranges, uint64_t room) {
         for (int i : ranges) {
             State &s = states_[i];
             s.wanted = true;
-            if (!s.held && !s.reading && ranges_[i].page_bytes() > 0) {
+            if (!s.held && !s.reading) {
                 to_read_.push_back(i);
             }
         }
@@ -99,22 +99,22 @@ void HeldWeights::read_more() {
         while (n_reading_ < kReadsAtOnce && !to_read_.empty()) {
             const int range = to_read_.front();
             const FileRange &r = ranges_[range];
-            if (bytes_.load() + r.page_bytes() > room_) {
+            if (bytes_.load() + r.span_bytes() > room_) {
                 break; // until reads that are no longer wanted have ended
             }
             to_read_.pop_front();
-            auto copy = std::make_shared<PageCopy>(r.page_bytes());
+            auto copy = std::make_shared<PageCopy>(r.span_bytes());
             if (!copy->data) {
                 continue;
             }
             auto read = std::make_shared<DiskRead>();
             read->file = r.file;
-            read->offset = r.file->offset_of(r.pages());
+            read->offset = r.file->offset_of(r.span());
             read->to = copy->data;
-            read->bytes = r.page_bytes();
+            read->bytes = r.span_bytes();
             read->finish = [this, range, copy](bool ok) { return finish(range, ok, *copy); };
             states_[range].reading = true;
-            bytes_ += r.page_bytes();
+            bytes_ += r.span_bytes();
             n_reading_++;
             reads_.push_back(read);
             reads.push_back(std::move(read));
@@ -132,7 +132,7 @@ bool HeldWeights::finish(int range, bool ok, PageCopy &copy) {
         State &s = states_[range];
         s.reading = false;
         n_reading_--;
-        if (ok && s.wanted && MappedFile::hold(ranges_[range].pages(), copy.data, copy.bytes)) {
+        if (ok && s.wanted && MappedFile::hold(ranges_[range].span(), copy.data, copy.bytes)) {
             copy.data = nullptr; // the mapping's
             s.held = true;
         } else {
@@ -145,13 +145,30 @@ bool HeldWeights::finish(int range, bool ok, PageCopy &copy) {
     return ok;
 }
 
+// Whether a range that is held has a page. The caller holds mutex_.
+bool HeldWeights::is_held(const char *page) const {
+    auto it = std::upper_bound(by_address_.begin(), by_address_.end(), page + MappedFile::kUnit - 1,
+                               [&](const char *last, int range) { return last < ranges_[range].from; });
+    while (it != by_address_.begin() && ranges_[*--it].span_end() > page) {
+        if (states_[*it].held) {
+            return true;
+        }
+    }
+    return false;
+}
+
 // The caller holds mutex_.
 void HeldWeights::release(int range) {
     const FileRange &r = ranges_[range];
-    if (r.file->give_back(r.pages(), r.page_bytes())) {
-        states_[range].held = false;
-        bytes_ -= r.page_bytes();
+    states_[range].held = false;
+    char *from = r.span(), *to = r.span_end();
+    from += is_held(from) ? MappedFile::kUnit : 0;
+    to -= to > from && is_held(to - MappedFile::kUnit) ? MappedFile::kUnit : 0;
+    if (to > from && !r.file->give_back(from, (size_t)(to - from))) {
+        states_[range].held = true;
+        return;
     }
+    bytes_ -= r.span_bytes();
 }
 
 void HeldWeights::forget_others(const std::vector<const MappedFile *> &files) const {
@@ -166,8 +183,8 @@ void HeldWeights::forget_others(const std::vector<const MappedFile *> &files) co
         for (int i : by_address_) {
             const FileRange &r = ranges_[i];
             if (states_[i].held && r.file == file) {
-                forget_to(r.pages());
-                from = r.pages() + r.page_bytes();
+                forget_to(r.span());
+                from = r.span_end();
             }
         }
         forget_to(file->end());

@@ -1,5 +1,6 @@
 // Weights that are held in memory of this process: read from their file once, into memory that takes the place of the mapping's
-// pages, so that all who read weights find them where they always were.
+// pages, so that all who read weights find them where they always were. A range that is held needs nothing of the file: its
+// first and last page are held too, also where a neighbour has a part of them.
 //
 // One thread says what is to be held. Readers of the disk start the next reads themselves, so that memory fills while no graph
 // runs.
@@ -31,7 +32,7 @@ class HeldWeights {
     // are freed at once, but for reads under way.
     void want(const std::vector<int> &ranges, uint64_t room);
     bool has(int range) const; // [any thread]
-    // [any thread] Bytes that are held or being read.
+    // [any thread] Bytes that are held or being read, in whole pages; one that two ranges share counts twice.
     uint64_t bytes() const { return bytes_.load(); }
     // Whether has() may have changed since this was asked last, and no read is under way.
     bool changed();
@@ -46,6 +47,7 @@ class HeldWeights {
     void read_more();
     bool finish(int range, bool ok, PageCopy &copy);
     void release(int range);
+    bool is_held(const char *page) const;
 
     Disk *disk_ = nullptr;
     std::vector<FileRange> ranges_;

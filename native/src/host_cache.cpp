@@ -96,7 +96,7 @@ void HostCache::open() {
 std::vector<int> HostCache::choose(uint64_t &room) const {
     std::vector<int> chosen;
     for (size_t i = 0; i < ranges_.size(); i++) {
-        const size_t bytes = ranges_[i].page_bytes();
+        const size_t bytes = ranges_[i].span_bytes();
         if (experts_.has((int)i) || weights_.layout.pieces[i].slab < (int)n_resident_) {
             continue;
         }
@@ -141,7 +141,7 @@ bool HostCache::note_held(bool only_less) {
     std::vector<Part> held(held_of_.size(), Part::all);
     for (size_t i = 0; i < ranges_.size(); i++) {
         const Piece &p = weights_.layout.pieces[i];
-        if (p.slab >= (int)n_resident_ && ranges_[i].page_bytes() > 0 && !held_.has((int)i)) {
+        if (p.slab >= (int)n_resident_ && !held_.has((int)i)) {
             held[p.shard] = std::min(held[p.shard], experts_.has((int)i) ? Part::all_but_experts : Part::some);
         }
     }

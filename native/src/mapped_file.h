@@ -63,12 +63,10 @@ struct FileRange {
     const char *from = nullptr; // in the mapping
     size_t bytes = 0;
 
-    // The pages around it.
+    // The pages around it. The first and the last may also be a neighbour's.
     char *span() const { return down(from); }
-    size_t span_bytes() const { return (size_t)(up(from + bytes) - span()); }
-    // The pages that begin in it: no other range has them.
-    char *pages() const { return up(from); }
-    size_t page_bytes() const { return up(from + bytes) > pages() ? (size_t)(up(from + bytes) - pages()) : 0; }
+    char *span_end() const { return up(from + bytes); }
+    size_t span_bytes() const { return (size_t)(span_end() - span()); }
 
     static char *down(const char *p) { return (char *)((uintptr_t)p / MappedFile::kUnit * MappedFile::kUnit); }
     static char *up(const char *p) { return down(p + MappedFile::kUnit - 1); }

@@ -1,6 +1,7 @@
 // Tests of the memory that takes the place of a mapped file. Only Linux can do that.
 #include "check.h"
 #include "emulated.h"
+#include "held_weights.h"
 #include "inner.h"
 #include "mapped_file.h"
 #include "pacing.h"
@@ -8,6 +9,7 @@
 
 #include "ggml-backend-impl.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -69,6 +71,71 @@ TEST(only_mapped_files_become_memory) {
     CHECK(!own_pages(memory, size)); // only a part of it
     release_addresses(memory, size);
     fclose(file);
+}
+
+// A file of numbers in the working directory, mapped as llama.cpp maps models.
+struct WeightFile {
+    explicit WeightFile(size_t n) : words(n / 4) {
+        std::iota(words.begin(), words.end(), 0);
+        fd = mkstemp(name);
+        CHECK(fd >= 0 && write(fd, words.data(), n) == (ssize_t)n);
+        map = (char *)mmap(nullptr, n, PROT_READ, MAP_SHARED, fd, 0);
+        CHECK(map != MAP_FAILED);
+    }
+    ~WeightFile() {
+        munmap(map, words.size() * 4);
+        close(fd);
+        unlink(name);
+    }
+    WeightFile(const WeightFile &) = delete;
+
+    bool is_whole(const FileRange &r) const {
+        return memcmp(r.from, (const char *)words.data() + (r.from - map), r.bytes) == 0;
+    }
+
+    std::vector<uint32_t> words;
+    char name[32] = "pages_test_XXXXXX";
+    int fd = -1;
+    char *map = nullptr;
+};
+
+TEST(weights_that_are_held_need_nothing_of_their_file) {
+    const size_t unit = MappedFile::kUnit;
+    WeightFile weights(32 * unit);
+    const std::unique_ptr<MappedFile> file = MappedFile::find(weights.map);
+    if (!file) {
+        return; // the working directory is in memory, where no file is held
+    }
+    // Neighbours share pages; the last three are in one.
+    std::vector<FileRange> ranges;
+    size_t at = 100;
+    for (size_t bytes : {3 * unit, 3 * unit, 3 * unit, 3 * unit, 2 * unit, size_t{200}, size_t{200}, size_t{200}}) {
+        ranges.push_back({file.get(), weights.map + at, bytes});
+        at += bytes;
+    }
+    DiskCounts counts;
+    Disk disk({}, counts);
+    HeldWeights held;
+    held.start(disk, ranges);
+    const auto hold = [&](const std::vector<int> &which) {
+        held.want(which, 64 * unit);
+        while (!std::all_of(which.begin(), which.end(), [&](int i) { return held.has(i); })) {
+            std::this_thread::yield();
+        }
+    };
+    hold({0, 1, 2, 3, 4, 5, 6, 7});
+    hold({1, 3, 5, 7});
+    CHECK(held.bytes() == (4 + 4 + 1 + 1) * unit);
+    held.forget_others({file.get()});
+    CHECK(ftruncate(weights.fd, 0) == 0); // from here on a read of the file's pages ends the process
+    for (int i : {1, 3, 5, 7}) {
+        CHECK(weights.is_whole(ranges[i]));
+    }
+    hold({7});
+    CHECK(weights.is_whole(ranges[7]) && held.bytes() == unit);
+    hold({});
+    CHECK(held.bytes() == 0);
+    held.stop();
 }
 
 // The emulated device as one that imports host memory, and notes whether a file was mapped where it was asked to.
