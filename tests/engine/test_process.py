@@ -167,11 +167,22 @@ def test_a_bias_bans_and_forces_tokens(cpu: EngineProcess) -> None:
     assert text(cpu.run(CASTLE, params={**params, "logit_bias": both})) == " the the the"  # biases add up
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.2, "top_k": 200, "min_p": 0.0}, {"temperature": 0.0}])
-def test_a_bias_that_changes_nothing_gives_the_same_text(cpu: EngineProcess, params: dict[str, Any]) -> None:
-    """With a bias the samplers get all tokens, without it those that may be drawn."""
-    params = {"max_tokens": 24, "seed": 11, **params}
-    with_all = {**params, "logit_bias": [{"token": 5, "bias": 0.0}]}
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 1.2, "top_k": 200, "min_p": 0.0},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repeat_penalty": 1.8},
+        {"temperature": 1.0, "top_k": 2, "min_p": 0.0, "frequency_penalty": 2.0},
+        {"temperature": 1.0, "top_k": 3, "presence_penalty": -2.0, "repeat_penalty": 0.5},
+        {"temperature": 0.0, "logit_bias": [{"text": " the", "bias": 5}, {"text": ",", "bias": -100}]},
+    ],
+)
+def test_the_text_is_the_same_when_the_samplers_get_all_tokens(cpu: EngineProcess, params: dict[str, Any]) -> None:
+    """They get those that may be drawn, but with DRY all; here it penalises nothing."""
+    params = {"max_tokens": 40, "seed": 11, **params}
+    with_all = {**params, "dry_multiplier": 1.0, "dry_allowed_length": 1000}
     assert ids(cpu.run(CASTLE, params=params)) == ids(cpu.run(CASTLE, params=with_all))
 
 
