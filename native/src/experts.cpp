@@ -28,7 +28,7 @@ static bool by_row(ggml_op op) {
     }
 }
 
-bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup &group) {
+bool find_group(const Device &d, const ggml_cgraph *graph, int node, const LastReaders &readers, ExpertGroup &group) {
     const ggml_tensor *first = graph->nodes[node];
     if (!is_expert_product(first)) {
         return false;
@@ -85,15 +85,10 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup
         group.layer = i == 0 ? w->shard : group.layer;
     }
     // Of the group only the last product may be read later.
-    for (int i = group.node1; i < graph->n_nodes; i++) {
-        for (int j = 0; j < GGML_MAX_SRC; j++) {
-            const ggml_tensor *src = graph->nodes[i]->src[j];
-            if (src && root_of(src) != group.products.back() && inside(root_of(src))) {
-                return false;
-            }
-        }
-    }
-    return true;
+    return std::none_of(graph->nodes + node, graph->nodes + group.node1, [&](const ggml_tensor *n) {
+        const auto last = readers.find(n);
+        return n != group.products.back() && last != readers.end() && last->second >= group.node1;
+    });
 }
 
 ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, size_t capacity) {

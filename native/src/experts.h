@@ -7,12 +7,16 @@
 #include "device.h"
 
 #include <functional>
+#include <unordered_map>
 #include <vector>
 
 namespace fsd {
 
+// The last node of a graph that reads a tensor or a view of it.
+using LastReaders = std::unordered_map<const ggml_tensor *, int>;
+
 // Finds the group that starts at a node; false if none does that can be computed expert by expert.
-bool find_group(const Device &d, const ggml_cgraph *graph, int node, ExpertGroup &group);
+bool find_group(const Device &d, const ggml_cgraph *graph, int node, const LastReaders &readers, ExpertGroup &group);
 
 // The largest expert cache in a ring of `capacity` bytes that leaves `entries` bytes in front of it. All groups share the
 // slots.

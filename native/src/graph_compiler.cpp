@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <set>
+#include <unordered_set>
 
 namespace fsd {
 
@@ -103,10 +104,10 @@ class Compiler {
     const ggml_cgraph *g;
     Program &p;
     std::vector<Step> steps;
-    std::vector<int> step_of;                               // by node
-    std::unordered_map<const ggml_tensor *, int> last_user; // root -> last node that reads it
+    std::vector<int> step_of; // by node
+    LastReaders last_reader;
     std::unordered_map<const ggml_tensor *, int> node_at;
-    std::set<const ggml_tensor *> escapes; // read outside its part of the graph, or outside the graph
+    std::unordered_set<const ggml_tensor *> escapes; // read outside its part of the graph, or outside the graph
     std::unordered_map<const ggml_tensor *, ggml_tensor *> shadows;
     std::vector<ExpertGroup> all_groups;
     std::unordered_map<const ggml_tensor *, std::pair<size_t, size_t>>
@@ -146,21 +147,29 @@ Compiler::Needs Compiler::needs_of(const ggml_tensor *node) const {
 void Compiler::survey() {
     n_tokens = tokens_of(d, g);
     std::unordered_map<const ggml_tensor *, int> uses;
+    const size_t most = 2 * (size_t)g->n_nodes; // nodes, and leaves that they read
+    node_at.reserve(most);
+    last_reader.reserve(most);
+    uses.reserve(most);
+    shadows.reserve(most);
     for (int i = 0; i < g->n_nodes; i++) {
         const ggml_tensor *n = g->nodes[i];
         node_at[n] = i;
-        for (int j = 0; j < GGML_MAX_SRC; j++) {
-            if (n->src[j]) {
-                last_user[root_of(n->src[j])] = i;
-                last_user[n->src[j]] = i;
-                uses[n->src[j]]++;
+        for (const ggml_tensor *src : n->src) {
+            if (!src) {
+                continue;
             }
+            last_reader[src] = i;
+            if (src->view_src) {
+                last_reader[root_of(src)] = i;
+            }
+            uses[src]++;
         }
     }
     // The graph may be a view of a larger one: a node that is used more often than here is read outside of it.
     for (int i = 0; i < g->n_nodes; i++) {
         const ggml_tensor *n = g->nodes[i];
-        bool out = (n->flags & GGML_TENSOR_FLAG_OUTPUT) || last_user.find(n) == last_user.end() || is_persistent(n);
+        bool out = (n->flags & GGML_TENSOR_FLAG_OUTPUT) || last_reader.find(n) == last_reader.end() || is_persistent(n);
         if (!out && g->use_counts) {
             const size_t at = ggml_hash_find(&g->visited_hash_set, n);
             out =
@@ -623,8 +632,8 @@ void Compiler::finish_cpu(Segment &seg) {
         }
         const ggml_tensor *root = root_of(n);
         Buffer *b = buffer_of(root);
-        auto last = last_user.find(root);
-        const bool later = last != last_user.end() && last->second >= seg.node1;
+        auto last = last_reader.find(root);
+        const bool later = last != last_reader.end() && last->second >= seg.node1;
         if (b && !b->weights && (later || escapes.count(root) || escapes.count(n) || is_persistent(n))) {
             add_results(seg, rows ? rows : n);
         }
@@ -694,7 +703,7 @@ void Compiler::find_groups() {
     std::set<uint32_t> layers;
     for (int i = 0; i < g->n_nodes; i++) {
         ExpertGroup group;
-        if (find_group(d, g, i, group) && layers.insert(group.layer).second) {
+        if (find_group(d, g, i, last_reader, group) && layers.insert(group.layer).second) {
             for (size_t k = 0; k < group.products.size(); k++) {
                 product_of[group.products[k]] = {all_groups.size(), k};
             }

@@ -28,6 +28,8 @@ GraphImage::GraphImage(const ggml_cgraph *graph) {
     if (graph->uid == 0) {
         return;
     }
+    at_.reserve(2 * (size_t)graph->n_nodes);
+    tensors_.reserve(2 * (size_t)graph->n_nodes);
     each_tensor(graph, [this](const ggml_tensor *t) {
         at_.push_back(t);
         tensors_.push_back(*t);
