@@ -260,7 +260,6 @@ void Compiler::join(Step &s, int node, const Needs &needs, KvBlock *block) {
     s.node1 = node + 1;
 }
 
-// The shadow of a tensor: the same shape and operation, at its address in an inner buffer.
 // Sets the address of a tensor. That of a view is in the tensor that it is a view of: ggml-vulkan goes by the offset there.
 static void set_address(ggml_tensor *t, char *data) {
     t->data = data;
@@ -269,6 +268,7 @@ static void set_address(ggml_tensor *t, char *data) {
     }
 }
 
+// The shadow of a tensor: the same shape and operation, at its address in an inner buffer.
 ggml_tensor *Compiler::shadow(const ggml_tensor *t) {
     if (!t) {
         return nullptr;
