@@ -73,29 +73,29 @@ TEST(only_mapped_files_become_memory) {
     fclose(file);
 }
 
-// A file of numbers in the working directory, mapped as llama.cpp maps models.
+// A file of numbers, mapped as llama.cpp maps models.
 struct WeightFile {
-    explicit WeightFile(size_t n) : words(n / 4) {
+    explicit WeightFile(size_t n) : size(n), words(n / 4 + 1) {
         std::iota(words.begin(), words.end(), 0);
-        fd = mkstemp(name);
-        CHECK(fd >= 0 && write(fd, words.data(), n) == (ssize_t)n);
-        map = (char *)mmap(nullptr, n, PROT_READ, MAP_SHARED, fd, 0);
+        CHECK(fd >= 0 && write(fd, words.data(), size) == (ssize_t)size);
+        map = (char *)mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
         CHECK(map != MAP_FAILED);
     }
     ~WeightFile() {
-        munmap(map, words.size() * 4);
+        munmap(map, size);
         close(fd);
-        unlink(name);
+        unlink(path);
     }
     WeightFile(const WeightFile &) = delete;
 
-    bool is_whole(const FileRange &r) const {
-        return memcmp(r.from, (const char *)words.data() + (r.from - map), r.bytes) == 0;
+    bool is_whole(const char *from, size_t bytes) const {
+        return memcmp(from, (const char *)words.data() + (from - map), bytes) == 0;
     }
 
+    const size_t size;
     std::vector<uint32_t> words;
-    char name[32] = "pages_test_XXXXXX";
-    int fd = -1;
+    char path[40] = "/var/tmp/frameshard-pages-XXXXXX"; // /tmp may be in memory
+    const int fd = mkstemp(path);
     char *map = nullptr;
 };
 
@@ -103,9 +103,7 @@ TEST(weights_that_are_held_need_nothing_of_their_file) {
     const size_t unit = MappedFile::kUnit;
     WeightFile weights(32 * unit);
     const std::unique_ptr<MappedFile> file = MappedFile::find(weights.map);
-    if (!file) {
-        return; // the working directory is in memory, where no file is held
-    }
+    CHECK(file);
     // Neighbours share pages; the last three are in one.
     std::vector<FileRange> ranges;
     size_t at = 100;
@@ -129,10 +127,10 @@ TEST(weights_that_are_held_need_nothing_of_their_file) {
     held.forget_others({file.get()});
     CHECK(ftruncate(weights.fd, 0) == 0); // from here on a read of the file's pages ends the process
     for (int i : {1, 3, 5, 7}) {
-        CHECK(weights.is_whole(ranges[i]));
+        CHECK(weights.is_whole(ranges[i].from, ranges[i].bytes));
     }
     hold({7});
-    CHECK(weights.is_whole(ranges[7]) && held.bytes() == unit);
+    CHECK(weights.is_whole(ranges[7].from, ranges[7].bytes) && held.bytes() == unit);
     hold({});
     CHECK(held.bytes() == 0);
     held.stop();
@@ -208,22 +206,17 @@ TEST(no_driver_is_asked_for_a_mapped_file) {
 // While pages are held and given back again and again, whoever reads the mapping finds the file's bytes.
 TEST(held_pages_have_the_bytes_of_the_file) {
     constexpr size_t unit = MappedFile::kUnit, size = 200 * unit + 1234;
-    std::vector<uint32_t> words(size / 4 + 1);
-    std::iota(words.begin(), words.end(), 0);
-    char path[] = "/var/tmp/frameshard-pages-XXXXXX";
-    const int fd = mkstemp(path);
-    CHECK(fd >= 0 && write(fd, words.data(), size) == (ssize_t)size);
-    char *map = (char *)mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
-    CHECK(map != MAP_FAILED);
+    WeightFile weights(size);
+    char *map = weights.map;
     std::unique_ptr<MappedFile> file = MappedFile::find(map + 5 * unit);
     CHECK(file && file->begin() == map && (size_t)(file->end() - map) == 201 * unit && file->offset_of(map + 7) == 7);
-    CHECK(!MappedFile::find((const char *)words.data()));
+    CHECK(!MappedFile::find((const char *)weights.words.data()));
     file->narrow(map + 3, 2 * unit);
     CHECK(file->begin() == map && (size_t)(file->end() - map) == 201 * unit);
     std::atomic<bool> over{false};
     std::thread reader([&] {
         while (!over) {
-            CHECK(memcmp(map, words.data(), size) == 0);
+            CHECK(weights.is_whole(map, size));
         }
     });
     std::string why;
@@ -241,14 +234,11 @@ TEST(held_pages_have_the_bytes_of_the_file) {
     }
     over = true;
     reader.join();
-    CHECK(ftruncate(fd, (off_t)unit) == 0);
+    CHECK(ftruncate(weights.fd, (off_t)unit) == 0);
     std::vector<char> rest(3 * unit);
     char *aligned = (char *)(((uintptr_t)rest.data() + unit - 1) / unit * unit);
     CHECK(!file->read(unit, aligned, unit, why) && why.find("shorter") != std::string::npos);
     CHECK(!file->read(0, aligned, unit, why) && why.find("changed") != std::string::npos);
-    munmap(map, size);
-    close(fd);
-    unlink(path);
 }
 
 } // namespace

@@ -56,15 +56,15 @@ def likeliest(logits: npt.NDArray[np.float32], k: int, changing: Collection[int]
         whatever the changes are.
     :returns: their ids, ascending; None for all tokens.
     """
-    if changing and k:
-        found = likeliest(logits, k + len(changing))
-        return found if found is None else np.union1d(found, np.fromiter(changing, np.intp))
+    if k:
+        k += len(changing)  # so many of the most likely may become less likely
     n_columns = len(logits) // COLUMN
     if not 0 < k <= n_columns:
         return None
     most = logits[: n_columns * COLUMN].reshape(COLUMN, n_columns).max(axis=0)
     least = np.partition(most, n_columns - k)[n_columns - k]  # k columns have a logit that is at least as large
-    return np.flatnonzero(logits >= least)
+    found = np.flatnonzero(logits >= least)
+    return np.union1d(found, np.fromiter(changing, np.intp)) if changing else found
 
 
 class Dry:
@@ -213,8 +213,11 @@ class Sampler:
 
     def _choose(self, context: Any, row: int) -> int:
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, row), (self._n_vocab,))
-        changing = self._biased.union(self._penalised)
-        allowed = likeliest(logits, self._top_k, changing) if self._form is None else self._form.allowed()
+        allowed = (
+            likeliest(logits, self._top_k, self._biased.union(self._penalised))
+            if self._form is None
+            else self._form.allowed()
+        )
         if allowed is None:
             token = int(llama_cpp.llama_sampler_sample(self._chain, context, row))  # accepts it, too
             self._penalised.append(token)
