@@ -145,8 +145,7 @@ Program *Executor::find_or_compile(std::string &why) {
         return known;
     }
     d.inner.synchronize(); // queued work may read the shadow graph of a program that is dropped
-    d.programs.make_room(key.generation);
-    std::unique_ptr<Program> compiled = compile_graph(d, d.inner.keys, graph, key, why);
+    auto compiled = compile_graph(d, d.inner.keys, graph, key, d.programs.make_room(key.generation), why);
     if (!compiled) {
         return nullptr;
     }

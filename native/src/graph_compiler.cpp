@@ -918,6 +918,11 @@ bool Compiler::allocate_shadow(std::string &why) {
     const size_t n_tensors = (size_t)g->n_nodes * (1 + GGML_MAX_SRC / 2) + 5 * extra;
     ggml_init_params params = {};
     params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_graph * 5, false);
+    if (p.memory.tensor_bytes < params.mem_size) {
+        p.memory.tensors.reset(new char[params.mem_size]);
+        p.memory.tensor_bytes = params.mem_size;
+    }
+    params.mem_buffer = p.memory.tensors.get();
     params.no_alloc = true;
     p.ctx = ggml_init(params);
     if (!p.ctx) {
@@ -964,8 +969,9 @@ ProgramKey program_key(Device &d, const ggml_cgraph *graph, int first_node, int 
 }
 
 std::unique_ptr<Program> compile_graph(const Device &d, GraphKeys &keys, const ggml_cgraph *graph,
-                                       const ProgramKey &key, std::string &why) {
-    auto program = std::make_unique<Program>(key, graph, d.cpu);
+                                       const ProgramKey &key, ProgramMemory memory, std::string &why) {
+    memory.image.take(graph);
+    auto program = std::make_unique<Program>(key, std::move(memory), d.cpu);
     Compiler compiler(d, keys, graph, *program);
     return compiler.compile(why) ? std::move(program) : nullptr;
 }

@@ -22,6 +22,6 @@ ProgramKey program_key(Device &d, const ggml_cgraph *graph, int first_node, int 
 // Compiles the graph from the key's first node on. Null, with the reason in `why`, when the graph cannot be run. The
 // layout of the ring must be known: call after Device::ensure_ring and ensure_window.
 std::unique_ptr<Program> compile_graph(const Device &d, GraphKeys &keys, const ggml_cgraph *graph,
-                                       const ProgramKey &key, std::string &why);
+                                       const ProgramKey &key, ProgramMemory memory, std::string &why);
 
 } // namespace fsd

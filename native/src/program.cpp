@@ -24,7 +24,9 @@ template <typename F> static bool each_tensor(const ggml_cgraph *graph, F use) {
     return true;
 }
 
-GraphImage::GraphImage(const ggml_cgraph *graph) {
+void GraphImage::take(const ggml_cgraph *graph) {
+    at_.clear();
+    tensors_.clear();
     if (graph->uid == 0) {
         return;
     }
@@ -58,7 +60,7 @@ Program *ProgramCache::find(const ProgramKey &key, const ggml_cgraph *graph) {
     };
     auto found = find([&](const Program &p) { return p.key.uid == key.uid; });
     if (found == programs_.end()) {
-        found = find([&](const Program &p) { return p.image.is_of(graph); });
+        found = find([&](const Program &p) { return p.memory.image.is_of(graph); });
     }
     if (found == programs_.end()) {
         return nullptr;
@@ -68,15 +70,19 @@ Program *ProgramCache::find(const ProgramKey &key, const ggml_cgraph *graph) {
     return found->get();
 }
 
-void ProgramCache::make_room(uint64_t generation) {
+ProgramMemory ProgramCache::make_room(uint64_t generation) {
     const auto worth = [&](const Program &p) {
         const bool may_be_found = p.key.uid != 0 && p.key.generation == generation;
         return std::make_pair(may_be_found, p.used_at);
     };
-    while (programs_.size() >= kMaxPrograms) {
-        programs_.erase(std::min_element(programs_.begin(), programs_.end(),
-                                         [&](const auto &a, const auto &b) { return worth(*a) < worth(*b); }));
+    if (programs_.size() < kMaxPrograms) {
+        return {};
     }
+    const auto least = std::min_element(programs_.begin(), programs_.end(),
+                                        [&](const auto &a, const auto &b) { return worth(*a) < worth(*b); });
+    ProgramMemory memory = std::move((*least)->memory);
+    programs_.erase(least);
+    return memory;
 }
 
 Program *ProgramCache::add(std::unique_ptr<Program> program) {

@@ -70,12 +70,19 @@ struct Segment {
 // memory: one that it builds again, like the graph of a token after a prompt, often is the same to the byte.
 class GraphImage {
   public:
-    explicit GraphImage(const ggml_cgraph *graph);
+    void take(const ggml_cgraph *graph);
     bool is_of(const ggml_cgraph *graph) const;
 
   private:
     std::vector<const ggml_tensor *> at_;
     std::vector<ggml_tensor> tensors_; // by at_
+};
+
+// What a program is made in. The next one is made in the same memory: a third of a compile's time would go to fresh pages.
+struct ProgramMemory {
+    GraphImage image; // empty if the graph has no id
+    std::unique_ptr<char[]> tensors;
+    size_t tensor_bytes = 0;
 };
 
 // What a program depends on beside the weights.
@@ -94,13 +101,13 @@ struct ProgramKey {
 };
 
 struct Program {
-    Program(const ProgramKey &k, const ggml_cgraph *graph, ggml_backend_t cpu) : key(k), image(graph), twins(cpu) {}
+    Program(const ProgramKey &k, ProgramMemory &&m, ggml_backend_t cpu) : key(k), memory(std::move(m)), twins(cpu) {}
     Program(const Program &) = delete;
     Program &operator=(const Program &) = delete;
     ~Program() { ggml_free(ctx); }
 
     ProgramKey key;
-    const GraphImage image; // empty if the graph has no id
+    ProgramMemory memory;
     uint64_t used_at = 0;
     std::vector<Segment> segments;
     std::vector<RingEntry> entries;
@@ -110,7 +117,7 @@ struct Program {
     ExpertArena arena;
     TwinColumns twins;             // of the CPU segments' products
     ggml_cgraph *shadow = nullptr; // owned by ctx
-    ggml_context *ctx = nullptr;
+    ggml_context *ctx = nullptr;   // in `memory`
 };
 
 // The programs of the latest graphs. Before one is dropped, by make_room() or clear(), the compute stream must have
@@ -119,8 +126,8 @@ class ProgramCache {
   public:
     // The graph's program; null: none. A graph with a new id that is the same as an earlier one has that one's program.
     Program *find(const ProgramKey &key, const ggml_cgraph *graph);
-    // For one more. Programs that cannot be found again go first.
-    void make_room(uint64_t generation);
+    // For one more, which gets the memory of the one that is dropped. Programs that cannot be found again go first.
+    ProgramMemory make_room(uint64_t generation);
     Program *add(std::unique_ptr<Program> program);
     void clear() { programs_.clear(); }
 
