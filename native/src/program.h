@@ -78,7 +78,8 @@ class GraphImage {
     std::vector<ggml_tensor> tensors_; // by at_
 };
 
-// What a program is made in. The next one is made in the same memory: a third of a compile's time would go to fresh pages.
+// The memory of a program. A new program takes over that of the one that it replaces: with memory from the system a third
+// of a compile goes to page faults.
 struct ProgramMemory {
     GraphImage image; // empty if the graph has no id
     std::unique_ptr<char[]> tensors;
