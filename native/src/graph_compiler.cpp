@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <set>
 #include <unordered_set>
 
@@ -919,12 +920,12 @@ bool Compiler::allocate_shadow(std::string &why) {
     ggml_init_params params = {};
     params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_graph * 5, false);
     if (p.memory.tensor_bytes < params.mem_size) {
-        p.memory.tensors.reset(new char[params.mem_size]);
-        p.memory.tensor_bytes = params.mem_size;
+        p.memory.tensors.reset(new (std::nothrow) char[params.mem_size]);
+        p.memory.tensor_bytes = p.memory.tensors ? params.mem_size : 0;
     }
     params.mem_buffer = p.memory.tensors.get();
     params.no_alloc = true;
-    p.ctx = ggml_init(params);
+    p.ctx = p.memory.tensors ? ggml_init(params) : nullptr;
     if (!p.ctx) {
         why = "no memory for a compiled graph";
         return false;
