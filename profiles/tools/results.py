@@ -137,7 +137,29 @@ def bench(results: list[Result]) -> list[str]:
                 above.append((row | {"upstream": row["upstream_by_weights"]}, result, run))
     lines = bench_tables(held, "both within the budget", held=True) if held else []
     lines += bench_tables(above, "llama.cpp above the budget") if above else []
-    return lines + (bench_tables(alone, "without llama.cpp") if alone else [])
+    lines += bench_tables(alone, "without llama.cpp") if alone else []
+    return lines + busy(results)
+
+
+def busy(results: list[Result]) -> list[str]:
+    """The shares of one token's time, and of one prompt step's, in which the GPU computed, copies ran and the CPU
+    computed. ``bench --timeline`` measures them at its first budget."""
+    found = []
+    for result, run in zip(results, runs(results).values(), strict=True):
+        for i, row in enumerate(result["rows"]):
+            shown = row.get("timeline") or (result.get("timeline") if i == 0 else None)
+            if shown is None:
+                continue
+            token, step = shown["decode"], shown["prefill"]
+            cells = [number(result["prompt"]), str(result["parallel"]), number(row["budget_mb"])]
+            cells.append(number(token["seconds"] * 1e3))
+            cells += [f"{token['lanes'][lane]['busy']:.2f}" for lane in ("device", "copy", "cpu")]
+            cells += [step["what"].partition(" ")[0], number(step["seconds"] * 1e3)]
+            cells += [f"{step['lanes'][lane]['busy']:.2f}" for lane in ("device", "copy")]
+            found.append([*cells, run])
+    columns = ["prompt tokens", "sequences", "budget MiB", "a token ms", "GPU", "copies", "CPU"]
+    columns += ["a prompt step of tokens", "ms", "GPU", "copies", "run"]
+    return ["Shares of the time that each is busy:", "", *table(columns, found)] if found else []
 
 
 def bench_tables(chosen: list[tuple[Result, Result, str]], beside: str, *, held: bool = False) -> list[str]:
@@ -738,15 +760,14 @@ def page() -> str:
 
 def chart() -> str:
     """The chart: TTFT and tokens/s over the VRAM that each process took, for one sequence and prompts of 1,024
-    tokens. llama.cpp is held to the same VRAM, with the setting that decodes fastest. Where that one copies no weights
-    for prompts, it is left out: another one would read them sooner."""
+    tokens, by the newest run at each budget. llama.cpp is held to the same VRAM, with the setting that decodes fastest.
+    Where that one copies no weights for prompts, it is left out: another one would read them sooner."""
     panels = []
     for model, label in CHARTED:
         results = read(PROFILES / CHARTED_MACHINE / f"bench-{model}.json")
-        rows = [
-            row for each in results if (each["prompt"], each["parallel"]) == (1024, 1) for row in each["rows"]
-        ]  # fmt: skip
-        rows.sort(key=lambda row: float(row["budget_mb"]))
+        held = [each for each in results if (each["prompt"], each["parallel"]) == (1024, 1) and each.get("equal_vram")]
+        newest = {row["budget_mb"]: row for each in held for row in each["rows"]}
+        rows = [newest[budget] for budget in sorted(newest)]
         for title, unit, key in (("time to first token", "s", "ttft_s"), ("decode", "tokens/s", "decode_tps")):
             ours = [(row["peak_nvml_mb"] / 1024, row[key]) for row in rows]
             beside = [row["upstream"] for row in rows if "--no-op-offload" not in row["upstream"]["placement"]]
