@@ -53,7 +53,7 @@ def _struct(struct: for_c.Struct, name: str) -> Iterator[str]:
             yield f"    made.n_{field['name']} = decltype(made.n_{field['name']})({given}.size());"
             value = f"texts.list({given})"
         elif field["name"] in SIZES:
-            value = f"uint64_t(std::max(0.0, {given}) * 1048576)"
+            value = f"bytes_of({given})"
         elif _kind(field) == "text":
             value = f"texts.{'path' if field.get('path') else 'text'}({given})"
         elif field.get("nullable"):

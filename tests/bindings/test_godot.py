@@ -17,6 +17,7 @@ REPO = Path(__file__).parents[2]
 ENGINE = REPO / "build" / "godot" / "godot"
 SAID = """\
 npc connection_lost True
+launch bad_argument
 loading read 1 of 2
 loading read 2 of 2
 model any 16.0 256.0
@@ -24,6 +25,13 @@ sentence 'One two.'
 sentence 'Three “four”'
 answer 'One two. Three “four”' True False
 released [64.0, 64.0]
+sidecar bad_argument True
+sidecar bad_argument True
+sidecar bad_argument True
+sidecar bad_argument True
+sidecar bad_argument True
+sidecar bad_argument True
+still [64.0, 64.0]
 sidecar budget_below_floor True
 parked [64.0, 0.0]
 sidecar bad_argument True

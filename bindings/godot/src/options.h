@@ -2,7 +2,6 @@
 #ifndef FRAMESHARD_GODOT_OPTIONS_H
 #define FRAMESHARD_GODOT_OPTIONS_H
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -44,6 +43,11 @@ class Texts {
     std::deque<std::string> kept_;
     std::deque<std::vector<const char *>> lists_;
 };
+
+/* Converts MiB to bytes. A negative, infinite or undefined size becomes one that the library refuses, signed or not. */
+inline uint64_t bytes_of(double size_mb) {
+    return size_mb >= 0 && size_mb < 1e12 ? uint64_t(size_mb * 1048576) : INT64_MAX;
+}
 
 // clang-format off
 // generated: options
@@ -140,7 +144,7 @@ inline const Property LAUNCH_PROPERTIES[] = {
 inline void fill(fs_launch_options &made, const LaunchValues &from, Texts &texts) {
     made.model = texts.path(from.model);
     made.device = texts.text(from.device);
-    made.vram_budget_bytes = uint64_t(std::max(0.0, from.vram_budget_mb) * 1048576);
+    made.vram_budget_bytes = bytes_of(from.vram_budget_mb);
     made.n_ctx = decltype(made.n_ctx)(from.n_ctx);
     made.n_parallel = decltype(made.n_parallel)(from.n_parallel);
     made.n_ubatch = decltype(made.n_ubatch)(from.n_ubatch);
@@ -168,7 +172,7 @@ inline void fill(fs_launch_options &made, const LaunchValues &from, Texts &texts
     made.restart_window_s = decltype(made.restart_window_s)(from.restart_window_s);
     made.off_pause_s = decltype(made.off_pause_s)(from.off_pause_s);
     made.off_pause_max_s = decltype(made.off_pause_max_s)(from.off_pause_max_s);
-    made.kv_cache_bytes = uint64_t(std::max(0.0, from.kv_cache_mb) * 1048576);
+    made.kv_cache_bytes = bytes_of(from.kv_cache_mb);
     made.loading = texts.text(from.loading);
     made.n_adapters = decltype(made.n_adapters)(from.adapters.size());
     made.adapters = texts.list(from.adapters);
@@ -180,7 +184,7 @@ inline void fill(fs_launch_options &made, const LaunchValues &from, Texts &texts
     made.fallback_key_file = texts.path(from.fallback_key_file);
     made.fallback_key_env = texts.text(from.fallback_key_env);
     made.fallback_http = texts.text(from.fallback_http);
-    made.host_budget_bytes = uint64_t(std::max(0.0, from.host_budget_mb) * 1048576);
+    made.host_budget_bytes = bytes_of(from.host_budget_mb);
 }
 
 struct SamplingValues {

@@ -158,17 +158,17 @@ void Sidecar::close() { game_->close(0); }
 
 void Sidecar::set_lease(double vram_budget_mb, const std::string &state) { propose(vram_budget_mb, state, -1); }
 
-void Sidecar::propose(double vram_budget_mb, const std::string &state, double host_budget_mb) {
+void Sidecar::propose(double vram_budget_mb, const std::string &state, int64_t host_budget_bytes) {
     if (open() == nullptr) {
         raise_later(FS_CONNECTION_LOST, "there is no open sidecar: call launch() first");
         return;
     }
     fs_lease lease;
     fs_lease_init(&lease, sizeof lease);
-    lease.vram_budget_bytes = uint64_t(std::max(0.0, vram_budget_mb) * MIB);
+    lease.vram_budget_bytes = bytes_of(vram_budget_mb);
     lease.timeout_s = RELEASE_TIMEOUT_S;
     lease.state = number(LeaseState, state);
-    lease.host_budget_bytes = host_budget_mb < 0 ? -1 : int64_t(host_budget_mb * MIB);
+    lease.host_budget_bytes = host_budget_bytes;
     const fs_status status = game_->set_lease(lease, [this](const frameshard::BudgetResult &result) {
         if (result.status == FS_OK) {
             emit("budget_released", {double(result.budget_bytes) / MIB, double(result.used_bytes) / MIB});
@@ -189,7 +189,7 @@ void Sidecar::changed(const Property &property) {
     if (name == "vram_budget_mb") {
         set_lease(options.vram_budget_mb, "active");
     } else if (name == "host_budget_mb") {
-        propose(options.vram_budget_mb, "active", std::max(0.0, options.host_budget_mb));
+        propose(options.vram_budget_mb, "active", int64_t(bytes_of(options.host_budget_mb)));
     } else if (name == "target_frame_rate") {
         tell_frames();
     } else if (name == "scheduling") {

@@ -44,7 +44,7 @@ class Sidecar {
   private:
     void hear(const fs_event &event);
     void begin(fs_status status);
-    void propose(double vram_budget_mb, const std::string &state, double host_budget_mb); // below 0: it stays
+    void propose(double vram_budget_mb, const std::string &state, int64_t host_budget_bytes); // -1: it stays
     void tell_frames();
     void set_pacing();
     void emit(const char *signal, std::vector<engine::Value> arguments);

@@ -32,6 +32,11 @@ func talk() -> void:
 	sidecar.extra_json = OS.get_environment("FRAMESHARD_EXTRA")
 	sidecar.loading_updated.connect(
 		func(stage: String, done: int, total: int) -> void: print("loading ", stage, " ", done, " of ", total))
+	var set_mb := sidecar.vram_budget_mb
+	sidecar.vram_budget_mb = -1
+	sidecar.launch()
+	print("launch ", (await sidecar.error_raised)[0])
+	sidecar.vram_budget_mb = set_mb
 	sidecar.launch()
 	var deltas := PackedStringArray()
 	mira.response_updated.connect(func(delta: String) -> void: deltas.append(delta))
@@ -51,6 +56,7 @@ func change_budgets() -> void:
 		func(error: String, text: String) -> void: print("sidecar ", error, " ", text.length() > 10))
 	sidecar.vram_budget_mb = 64
 	print("released ", await sidecar.budget_released)
+	await refuse_sizes()
 	sidecar.vram_budget_mb = 1
 	await sidecar.error_raised
 	sidecar.set_lease(64, "parked")
@@ -59,6 +65,16 @@ func change_budgets() -> void:
 	await sidecar.error_raised
 	sidecar.set_lease(64, "active")
 	await sidecar.budget_released
+
+
+func refuse_sizes() -> void:
+	for size_mb: float in [-1.0, INF, NAN]:
+		sidecar.set_lease(size_mb, "active")
+		await sidecar.error_raised
+		sidecar.host_budget_mb = size_mb
+		await sidecar.error_raised
+	sidecar.host_budget_mb = 0
+	print("still ", await sidecar.budget_released)
 
 
 func save_and_load() -> void:
