@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <string>
 #include <thread>
 
@@ -221,6 +222,11 @@ int main(int argc, char **argv) {
     UFrameshardSetLeaseAsync *active = propose();
     play(sidecar, [&] { return active->Ready; });
     check("becomes active again", decided == 2 && changed == 3);
+    lease.HostBudgetMb = std::numeric_limits<double>::quiet_NaN();
+    refused = 0;
+    UFrameshardSetLeaseAsync *undefined = propose();
+    play(sidecar, [&] { return undefined->Ready; });
+    check("a host budget that is no number is refused", refused == FS_BAD_ARGUMENT && changed == 3);
     sidecar.SetPacing(EFrameshardSchedulingMode::PrioritizeCompute, 0);
     check("has no unknown feature", !sidecar.HasFeature(TEXT("songs")));
 

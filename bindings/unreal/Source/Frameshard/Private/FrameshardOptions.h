@@ -66,10 +66,10 @@ private:
 
 constexpr double FrameshardBytesPerMb = 1024.0 * 1024.0;
 
-/** Converts MiB to bytes. A negative size becomes a size that the library refuses. */
+/** Converts MiB to bytes. A negative, infinite or undefined size becomes one that the library refuses, signed or not. */
 inline uint64_t FrameshardBytes(double Megabytes)
 {
-	return Megabytes >= 0 && Megabytes < 1e12 ? static_cast<uint64_t>(Megabytes * FrameshardBytesPerMb) : UINT64_MAX;
+	return Megabytes >= 0 && Megabytes < 1e12 ? static_cast<uint64_t>(Megabytes * FrameshardBytesPerMb) : INT64_MAX;
 }
 
 inline double FrameshardMegabytes(uint64_t Bytes)
