@@ -147,6 +147,19 @@ namespace Frameshard.Tests
         }
 
         [Test]
+        public void AHandlerThatThrowsLeavesNoTaskOpen()
+        {
+            Shared.Run(Shared.Ready);
+            Action<BudgetResult> fails = result => throw new InvalidOperationException("a handler has failed");
+            Shared.OnBudgetChanged += fails;
+            var task = Shared.SetBudgetAsync(0);
+            var error = Assert.Throws<InvalidOperationException>(() => PollUntil(Shared, () => false));
+            Shared.OnBudgetChanged -= fails;
+            Assert.AreEqual("a handler has failed", error.Message);
+            Assert.IsTrue(task.IsCompleted);
+        }
+
+        [Test]
         public void RefusalsSayWhatIsPossible()
         {
             var floor = Shared.Run(Shared.Ready).FloorBytes;
