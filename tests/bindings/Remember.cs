@@ -1,6 +1,8 @@
 // Tells memories to the class of the Unity sample, and prints the one that each question brings back.
 
 using System;
+using System.Linq;
+using System.Threading;
 using Frameshard;
 
 internal static class Remember
@@ -20,6 +22,13 @@ internal static class Remember
             {
                 Console.WriteLine(sidecar.Run(memories.Recall(sidecar, question, 1))[0]);
             }
+            var late = sidecar.EmbedAsync(new[] { "The key is under the mill." });
+            while (!late.IsCompleted)
+            {
+                ReusedMemory.Poll(sidecar);
+                Thread.Sleep(5);
+            }
+            Console.WriteLine(late.Result.Rows[0].Any(value => value != 0));
         }
     }
 

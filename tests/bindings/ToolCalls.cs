@@ -35,7 +35,7 @@ internal static class ToolCalls
     {
         while (!job.Completion.IsCompleted)
         {
-            sidecar.Poll();
+            ReusedMemory.Poll(sidecar);
             Thread.Sleep(5);
         }
         job.Completion.GetAwaiter().GetResult();

@@ -13,6 +13,7 @@ from frameshard.testing import fake_engine
 
 REPO = Path(__file__).parents[2]
 UNITY = REPO / "bindings" / "unity"
+TESTS = REPO / "tests" / "bindings"
 CORE = sorted((UNITY / "Runtime" / "Core").glob("*.cs"))
 
 
@@ -55,18 +56,18 @@ def test_the_program_in_the_readme_talks(program_env: dict[str, str], model_path
 def test_the_sample_finds_the_memory_that_a_question_needs(
     program_env: dict[str, str], encoder_path: Path, tmp_path: Path
 ) -> None:
-    sources = [UNITY / "Samples~" / "Memories" / "Memories.cs", REPO / "tests" / "bindings" / "Remember.cs"]
+    sources = [UNITY / "Samples~" / "Memories" / "Memories.cs", TESTS / "ReusedMemory.cs", TESTS / "Remember.cs"]
     program = compiled(tmp_path / "remember.exe", *sources)
     extra = json.dumps({"engine": fake_engine()})
     result = subprocess.run(
         ["mono", program, encoder_path, extra], env=program_env, capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "The key is under the mill.\nI am looking for my dog.\n"
+    assert result.stdout == "The key is under the mill.\nI am looking for my dog.\nTrue\n"
 
 
 def test_calls_of_tools_and_their_results(program_env: dict[str, str], talking_model: Path, tmp_path: Path) -> None:
-    program = compiled(tmp_path / "calls.exe", REPO / "tests" / "bindings" / "ToolCalls.cs")
+    program = compiled(tmp_path / "calls.exe", TESTS / "ReusedMemory.cs", TESTS / "ToolCalls.cs")
     command = ["mono", program, sys.executable, talking_model]
     result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
@@ -74,7 +75,7 @@ def test_calls_of_tools_and_their_results(program_env: dict[str, str], talking_m
 
 
 def test_no_sidecar_outlives_its_domain(program_env: dict[str, str], tmp_path: Path) -> None:
-    program = compiled(tmp_path / "reload.exe", REPO / "tests" / "bindings" / "DomainReload.cs")
+    program = compiled(tmp_path / "reload.exe", TESTS / "DomainReload.cs")
     with sidecars.started(
         ["mono", program], env=program_env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -33,6 +33,16 @@ namespace Frameshard
         private bool _closed;
         private FrameshardException _why;
 
+        /// <summary>What an event points to. The next fs_poll and <see cref="Dispose()"/> free the originals.</summary>
+        private sealed class Copies
+        {
+            internal string Text;
+            internal string Detail;
+            internal string CallId;
+            internal string Name;
+            internal float[][] Rows;
+        }
+
         /// <summary>A request that waits for its answer. A lease has three answers.</summary>
         private sealed class Request
         {
@@ -326,9 +336,9 @@ namespace Frameshard
             }
         }
 
-        private static KvResult Kv(Native.Event answer, string text, string detail)
+        private static KvResult Kv(Native.Event answer, Copies copies)
         {
-            return new KvResult { NTokens = answer.NTokens, FileBytes = answer.FileBytes, Detail = text };
+            return new KvResult { NTokens = answer.NTokens, FileBytes = answer.FileBytes, Detail = copies.Text };
         }
 
         /// <summary>Proposes a lease, which limits all VRAM that the sidecar uses. Jobs continue, at the rate that
@@ -341,7 +351,7 @@ namespace Frameshard
                 Native.fs_lease_init(out var native, Size<Native.Lease>());
                 Options.Fill(ref native, lease, texts);
                 Begin((out ulong id) => Native.fs_set_lease(_client, ref native, out id),
-                    (answer, text, detail) => Go(change, answer), error =>
+                    (answer, copies) => Go(change, answer), error =>
                     {
                         change.Decision.TrySetException(error);
                         change.Release.TrySetException(error);
@@ -365,7 +375,7 @@ namespace Frameshard
         public Task<Budget> GetBudgetAsync(CancellationToken cancellation = default(CancellationToken))
         {
             return Ask(cancellation, (out ulong id) => Native.fs_get_budget(_client, out id),
-                (answer, text, detail) => new Budget
+                (answer, copies) => new Budget
                 {
                     State = (LeaseState)answer.LeaseState, Version = answer.Version, BudgetBytes = answer.BudgetBytes,
                     FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes, UsedBytes = answer.UsedBytes,
@@ -378,10 +388,10 @@ namespace Frameshard
         public Task<Caps> GetCapsAsync(CancellationToken cancellation = default(CancellationToken))
         {
             return Ask(cancellation, (out ulong id) => Native.fs_get_caps(_client, out id),
-                (answer, text, detail) => new Caps
+                (answer, copies) => new Caps
                 {
-                    Device = text, TotalBytes = Known(answer.TotalBytes), FreeBytes = Known(answer.FreeBytes),
-                    FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes, DetailJson = detail,
+                    Device = copies.Text, TotalBytes = Known(answer.TotalBytes), FreeBytes = Known(answer.FreeBytes),
+                    FloorBytes = answer.FloorBytes, FullBytes = answer.FullBytes, DetailJson = copies.Detail,
                     HostTotalBytes = Known(answer.HostTotalBytes), HostFreeBytes = Known(answer.HostFreeBytes),
                     HostFloorBytes = answer.HostFloorBytes,
                 });
@@ -394,7 +404,7 @@ namespace Frameshard
         {
             var bytes = Bytes(vramBudgetMb);
             return Ask(cancellation, (out ulong id) => Native.fs_get_plan(_client, bytes, promptTokens, out id),
-                (answer, text, detail) => new Plan
+                (answer, copies) => new Plan
                 {
                     BudgetBytes = answer.BudgetBytes, Fits = answer.Fits != 0, FirstTokenSeconds = answer.TtftS,
                     TokensPerSecond = answer.TokensPerSecond, ResidentBytes = answer.ResidentBytes,
@@ -428,9 +438,9 @@ namespace Frameshard
             }
         }
 
-        private static LoadedAdapters ReadAdapters(Native.Event answer, string text, string detail)
+        private static LoadedAdapters ReadAdapters(Native.Event answer, Copies copies)
         {
-            return new LoadedAdapters { FloorBytes = answer.FloorBytes, DetailJson = detail };
+            return new LoadedAdapters { FloorBytes = answer.FloorBytes, DetailJson = copies.Detail };
         }
 
         /// <summary>Counts the tokens of the prompt of <see cref="Complete"/>, without a job.</summary>
@@ -441,7 +451,7 @@ namespace Frameshard
             {
                 var pointer = texts.Text(prompt ?? "", out var length);
                 return Ask(cancellation, (out ulong id) => Native.fs_count_tokens(_client, pointer, length, out id),
-                    (answer, text, detail) => new TokenCount { NTokens = answer.NTokens, NLeft = answer.NLeft });
+                    (answer, copies) => new TokenCount { NTokens = answer.NTokens, NLeft = answer.NLeft });
             }
         }
 
@@ -458,7 +468,7 @@ namespace Frameshard
                 return Ask(cancellation,
                     (out ulong id) => Native.fs_count_chat_tokens_with_tools(
                         _client, native, (uint)native.Length, pinned, nTools, out id),
-                    (answer, text, detail) => new TokenCount { NTokens = answer.NTokens, NLeft = answer.NLeft });
+                    (answer, copies) => new TokenCount { NTokens = answer.NTokens, NLeft = answer.NLeft });
             }
         }
 
@@ -477,11 +487,12 @@ namespace Frameshard
                 }
                 return Ask(cancellation,
                     (out ulong id) => Native.fs_embed(_client, starts, lengths, (uint)starts.Length, out id),
-                    (answer, text, detail) => ReadEmbeddings(answer));
+                    (answer, copies) =>
+                        new Embeddings { NDim = answer.NDim, Rows = copies.Rows, NTokens = answer.NTokens });
             }
         }
 
-        private static Embeddings ReadEmbeddings(Native.Event answer)
+        private static float[][] ReadRows(Native.Event answer)
         {
             var rows = new float[answer.NRows][];
             for (var index = 0; index < rows.Length; index++)
@@ -490,7 +501,7 @@ namespace Frameshard
                 var offset = index * (long)answer.NDim * sizeof(float);
                 Marshal.Copy(new IntPtr(answer.Rows.ToInt64() + offset), rows[index], 0, rows[index].Length);
             }
-            return new Embeddings { NDim = answer.NDim, Rows = rows, NTokens = answer.NTokens };
+            return rows;
         }
 
         /// <summary>Sets how the GPU is shared with the frames in the <see cref="FrameBlock"/>.</summary>
@@ -505,7 +516,7 @@ namespace Frameshard
         public Task<string> GetFrameBlockAsync(CancellationToken cancellation = default(CancellationToken))
         {
             return Ask(cancellation, (out ulong id) => Native.fs_get_frame_block(_client, out id),
-                (answer, text, detail) => text);
+                (answer, copies) => copies.Text);
         }
 
         /// <summary>Returns the current figures of the sidecar, a JSON object: {"broker": {...}, "engine": {...} or
@@ -513,7 +524,7 @@ namespace Frameshard
         public Task<string> GetStatsAsync(CancellationToken cancellation = default(CancellationToken))
         {
             return Ask(cancellation, (out ulong id) => Native.fs_get_stats(_client, out id),
-                (answer, text, detail) => detail);
+                (answer, copies) => copies.Detail);
         }
 
         /// <summary>Ends the sidecar for all its clients. <see cref="OnClosed"/> follows.</summary>
@@ -613,7 +624,7 @@ namespace Frameshard
 
         private delegate int RequestCall(out ulong id);
 
-        private delegate void AnswerCall(Native.Event answer, string text, string detail);
+        private delegate void AnswerCall(Native.Event answer, Copies copies);
 
         private Job Begin(Utf8 texts, JobOptions options, Action<string> onToken, CancellationToken cancellation,
             SubmitCall submit)
@@ -738,11 +749,11 @@ namespace Frameshard
         }
 
         private Task<T> Ask<T>(CancellationToken cancellation, RequestCall call,
-            Func<Native.Event, string, string, T> read)
+            Func<Native.Event, Copies, T> read)
         {
             if (cancellation.IsCancellationRequested) return Cancelled<T>();
             var end = new TaskCompletionSource<T>();
-            Begin(call, (answer, text, detail) => end.TrySetResult(read(answer, text, detail)),
+            Begin(call, (answer, copies) => end.TrySetResult(read(answer, copies)),
                 error => end.TrySetException(error));
             return Waiting(end, cancellation);
         }
@@ -807,8 +818,8 @@ namespace Frameshard
             return new FrameshardException(code, why.Message, why.DetailJson);
         }
 
-        /// <summary>Polls the C library and queues an action for each event. Texts are copied, because the next
-        /// fs_poll frees them.</summary>
+        /// <summary>Polls the C library and queues an action for each event. The action runs without the lock, so
+        /// all that the event points to is copied here.</summary>
         private bool Fetch(int room)
         {
             if (_client.IsClosed) return false;
@@ -817,14 +828,19 @@ namespace Frameshard
             for (var index = 0; index < count; index++)
             {
                 var native = _buffer[index];
-                var text = Utf8.Read(native.Text, native.TextLength);
-                var detail = Utf8.Read(native.Detail, native.DetailLength);
-                _pending.Enqueue(() => Raise(native, text, detail));
+                var copies = new Copies
+                {
+                    Text = Utf8.Read(native.Text, native.TextLength),
+                    Detail = Utf8.Read(native.Detail, native.DetailLength),
+                    CallId = Utf8.Read(native.CallId), Name = Utf8.Read(native.Name),
+                    Rows = native.Type == Native.EventType.Embeddings ? ReadRows(native) : null,
+                };
+                _pending.Enqueue(() => Raise(native, copies));
             }
             return count > 0;
         }
 
-        private void Raise(Native.Event native, string text, string detail)
+        private void Raise(Native.Event native, Copies copies)
         {
             switch (native.Type)
             {
@@ -832,15 +848,15 @@ namespace Frameshard
                     _ready.TrySetResult(ReadModel());
                     break;
                 case Native.EventType.Text:
-                    Find(native.Job, false)?.Add(text, native.SentenceEnd != 0);
+                    Find(native.Job, false)?.Add(copies.Text, native.SentenceEnd != 0);
                     break;
                 case Native.EventType.Thought:
-                    Find(native.Job, false)?.Think(text);
+                    Find(native.Job, false)?.Think(copies.Text);
                     break;
                 case Native.EventType.ToolCall:
                     Find(native.Job, false)?.Call(new ToolCall
                     {
-                        CallId = Utf8.Read(native.CallId), Name = Utf8.Read(native.Name), Arguments = text,
+                        CallId = copies.CallId, Name = copies.Name, Arguments = copies.Text,
                     });
                     break;
                 case Native.EventType.Progress:
@@ -864,14 +880,14 @@ namespace Frameshard
                     });
                     break;
                 case Native.EventType.Failed:
-                    Find(native.Job, true)?.Fail(Error(native, text, detail));
+                    Find(native.Job, true)?.Fail(Error(native, copies));
                     break;
                 case Native.EventType.Cancelled:
                     Find(native.Job, true)?.EndCancelled();
                     break;
                 case Native.EventType.Lease:
                 case Native.EventType.BudgetReleased:
-                    Answered(native.Request, false)?.Answer(native, text, detail);
+                    Answered(native.Request, false)?.Answer(native, copies);
                     break;
                 case Native.EventType.BudgetObserved:
                 case Native.EventType.Budget:
@@ -883,19 +899,19 @@ namespace Frameshard
                 case Native.EventType.Embeddings:
                 case Native.EventType.Adapters:
                 case Native.EventType.Kv:
-                    Answered(native.Request, true)?.Answer(native, text, detail);
+                    Answered(native.Request, true)?.Answer(native, copies);
                     break;
                 case Native.EventType.Refused:
                     var request = Answered(native.Request, true);
-                    if (request != null) request.Fail(Error(native, text, detail));
-                    else OnRefused?.Invoke(Error(native, text, detail));
+                    if (request != null) request.Fail(Error(native, copies));
+                    else OnRefused?.Invoke(Error(native, copies));
                     break;
                 case Native.EventType.Notice:
                     OnNotice?.Invoke(new Notice
                     {
                         Kind = (NoticeKind)native.Notice, BudgetBytes = native.BudgetBytes, Seconds = native.Seconds,
                         HostBudgetBytes = native.HostBudgetBytes,
-                        Text = text,
+                        Text = copies.Text,
                     });
                     break;
                 case Native.EventType.Loading:
@@ -908,11 +924,11 @@ namespace Frameshard
                     OnEngineChanged?.Invoke(new EngineChange
                     {
                         State = (EngineState)native.EngineState, Restarts = native.Restarts,
-                        Error = native.Status == 0 ? null : Error(native, text, detail),
+                        Error = native.Status == 0 ? null : Error(native, copies),
                     });
                     break;
                 case Native.EventType.Closed:
-                    var why = Error(native, text, detail);
+                    var why = Error(native, copies);
                     lock (_gate)
                     {
                         _closed = true;
@@ -982,9 +998,9 @@ namespace Frameshard
             }
         }
 
-        private static FrameshardException Error(Native.Event native, string text, string detail)
+        private static FrameshardException Error(Native.Event native, Copies copies)
         {
-            return new FrameshardException((ErrorCode)native.Status, text, detail);
+            return new FrameshardException((ErrorCode)native.Status, copies.Text, copies.Detail);
         }
 
         private static Task<T> Cancelled<T>()
