@@ -15,6 +15,8 @@ REPO = Path(__file__).parents[2]
 UNITY = REPO / "bindings" / "unity"
 TESTS = REPO / "tests" / "bindings"
 CORE = sorted((UNITY / "Runtime" / "Core").glob("*.cs"))
+ENGINE = [*(UNITY / "Runtime").glob("*.cs"), *(REPO / "tests" / "unity_stubs").glob("*.cs")]
+"""The component of the engine, and what stands in for the engine."""
 
 
 def compiled(program: Path, *arguments: str | Path) -> Path:
@@ -49,8 +51,17 @@ def test_the_program_in_the_readme_talks(program_env: dict[str, str], model_path
     assert len([line for line in script.splitlines() if line.strip(" {}")]) <= 20
 
     (tmp_path / "Greeter.cs").write_text(component)
-    engine = [*(UNITY / "Runtime").glob("*.cs"), *(REPO / "tests" / "unity_stubs").glob("*.cs")]
-    compiled(tmp_path / "greeter.dll", "-target:library", tmp_path / "Greeter.cs", *engine)
+    compiled(tmp_path / "greeter.dll", "-target:library", tmp_path / "Greeter.cs", *ENGINE)
+
+
+def test_the_model_has_the_gpu_while_the_game_is_in_the_background(
+    program_env: dict[str, str], model_path: Path, tmp_path: Path
+) -> None:
+    program = compiled(tmp_path / "focus.exe", *ENGINE, TESTS / "Focus.cs")
+    command = ["mono", program, model_path, sys.executable]
+    result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "0\n1\n0\n"
 
 
 def test_the_sample_finds_the_memory_that_a_question_needs(

@@ -33,6 +33,7 @@ namespace Frameshard.Unity
 
         private readonly FrameTiming[] _timings = new FrameTiming[1];
         private FrameBlock _frames;
+        private bool _focused;
 
         public event Action<ModelInfo> OnReady;
         public event Action<BudgetResult> OnBudgetChanged;
@@ -58,6 +59,7 @@ namespace Frameshard.Unity
         private void OnEnable()
         {
             Error = null;
+            _focused = true;
             try
             {
                 Client = Sidecar.Launch(new LaunchOptions
@@ -117,7 +119,7 @@ namespace Frameshard.Unity
 
         private void TellFrame()
         {
-            if (_frames == null) return;
+            if (_frames == null || !_focused) return; // a frame would end Idle
             FrameTimingManager.CaptureFrameTimings();
             if (FrameTimingManager.GetLatestTimings(1, _timings) > 0 && _timings[0].gpuFrameTime > 0)
                 _frames.End(_timings[0].gpuFrameTime / 1000);
@@ -127,6 +129,7 @@ namespace Frameshard.Unity
         // While the game is in the background, the model may use the whole GPU.
         private void OnApplicationFocus(bool focused)
         {
+            _focused = focused;
             if (!focused) _frames?.Idle();
         }
 
