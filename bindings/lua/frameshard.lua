@@ -1551,8 +1551,8 @@ function Sidecar:poll(limit)
     return NONE
   end
   local events = {}
-  while #events < limit and pending[1] do
-    local event = table.remove(pending, 1)
+  while #events < limit and self._pending[1] do -- not `pending`: `close` in a callback drops the rest
+    local event = table.remove(self._pending, 1)
     events[#events + 1] = event
     deliver(self, event)
   end
@@ -1571,6 +1571,7 @@ function Sidecar:close(timeout_s)
   local client = self._client
   if client then
     self._client = nil
+    self._pending, self._jobs = {}, {}
     lib.fs_close(ffi.gc(client, nil), timeout_s or 1)
   end
 end

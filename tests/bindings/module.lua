@@ -154,6 +154,19 @@ do
 end
 gone(pid)
 
+-- no callback is called after a callback has closed the sidecar
+local early, called = launch(), 0
+local function close_at_once()
+  called = called + 1
+  early:close()
+end
+early:ask("Hello?", { conversation = "mira" })
+for _ = 1, 3 do -- jobs that wait for their conversation: they end in the next poll
+  early:ask("Hello?", { conversation = "mira", response_failed = close_at_once }):stop_generation()
+end
+assert(#early:poll() == 1 and called == 1, called)
+assert(#early:poll() == 0 and called == 1)
+
 local missing = launch("/no/such/model.gguf")
 assert(poll_until(missing, function(event) return event.type == "closed" end).error.name == "model_not_found")
 print("ok")
