@@ -9,8 +9,8 @@
 --     end
 --
 -- This module wraps the C library, which it loads with LuaJIT's ffi. It looks for the library in $FRAMESHARD_LIBRARY,
--- then beside this file, in the LÖVE game's folder and beside the game, then under the name "frameshard" in the system's
--- library path.
+-- then beside this file or, in LÖVE, in the game's folder and beside the game, then under the name "frameshard" in the
+-- system's library path.
 --
 -- A call that fails raises an error object (see `Error`). An error that occurs later is passed to the callbacks and
 -- comes as an event. All texts are valid UTF-8, so LÖVE can draw them; a delta never ends within a character. Sizes
@@ -920,9 +920,10 @@ end
 
 -- ---- jobs -----------------------------------------------------------------------------------------------------------
 
---- A job. `tool_calls` are the calls of tools so far. `text` is the answer so far, `thought` what the model thinks before (with `thinking` "shown"). `paused` is true while a job of higher priority has its place; it continues on
--- its own. `ended` is true when the job has ended; then `result` (the event "done") or
--- `error` is set. Fields change only inside `poll`.
+--- A job. `text` is the answer so far; `thought` is what the model has thought before it answers (with `thinking`
+-- "shown"). `tool_calls` are the calls of tools so far. `paused` is true while a job of higher priority has its place;
+-- it continues on its own. `ended` is true when the job has ended; then `result` (the event "done") or `error` is set.
+-- Fields change only inside `poll`.
 local Job = {}
 Job.__index = Job
 

@@ -9,9 +9,10 @@ namespace Frameshard
 {
     /// <summary>
     /// A session with a sidecar. Call <see cref="Poll"/> once a frame: events are raised and awaited tasks continue
-    /// only inside it. Only <see cref="Run{T}"/>, <see cref="Wait"/> and <see cref="Dispose()"/> wait. Any thread may
-    /// call any method. Failed calls throw <see cref="FrameshardException"/>. A launched sidecar ends when this
-    /// object is disposed or garbage-collected, when its application domain unloads, and when the process ends.
+    /// only inside it. Only <see cref="Run{T}"/>, <see cref="Wait"/> and <see cref="Dispose()"/> wait. Call
+    /// <see cref="Poll"/>, <see cref="Run{T}"/> and <see cref="Wait"/> from one thread; any thread may call the other
+    /// methods. Failed calls throw <see cref="FrameshardException"/>. A launched sidecar ends when this object is
+    /// disposed or garbage-collected, when its application domain unloads, and when the process ends.
     /// </summary>
     public sealed class Sidecar : IDisposable
     {
