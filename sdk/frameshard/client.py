@@ -244,7 +244,8 @@ class Stream:
                 continue
             if isinstance(event, m.Failed):
                 error = event.error.exception()
-                if isinstance(error, ContextOverflow) and self._turn is not None and self._turn.shorten():
+                overflow = isinstance(error, ContextOverflow) and not self._begun
+                if overflow and self._turn is not None and self._turn.shorten():
                     self._open()
                     await self._accepted()
                     continue
@@ -259,6 +260,11 @@ class Stream:
             if isinstance(event, m.Cancelled):
                 raise JobCancelled("the job was cancelled")
         raise StopAsyncIteration
+
+    @property
+    def _begun(self) -> bool:
+        """Something of the answer was read. Another prompt would begin another answer."""
+        return bool(self.text or self.thought or self.tool_calls)
 
     def _add_call(self, call: m.ToolCall) -> None:
         self.tool_calls += (call,)

@@ -159,6 +159,27 @@ async def test_the_engine_goes_on_from_a_text_that_is_cut_off(http: Server, plac
 
 
 @in_trio
+async def test_an_answer_that_has_begun_is_not_begun_again_with_less_history(place: Path) -> None:
+    """The server takes a conversation that is longer than the engine's context."""
+    async with proxy(0) as door, with_fallback(door, place, engine=fake_engine(n_ctx=12)) as client:
+        for index in range(2):
+            await client.ask(f"a b {index}", conversation="mira").completed()
+        before = client.history("mira")
+        await client.set_budget(0, state="parked")
+        door.choose = lambda: Fault(say=response(SSE))  # it breaks off
+        async with client.ask("c d e", conversation="mira") as stream:
+            while "One two" not in stream.text:
+                await stream.__anext__()
+            await until_none_is_remote(client)
+            await client.set_budget(0)
+            with pytest.raises(errors.ContextOverflow):
+                await stream.completed()
+        assert stream.n_dropped == 0
+        said = (m.ChatMessage("user", "c d e"), m.ChatMessage("assistant", stream.text))
+        assert client.history("mira") == (*before, *said)
+
+
+@in_trio
 async def test_the_server_answers_while_the_engine_is_off(http: Server, place: Path) -> None:
     sick = place / "sick"
     engine = fake_engine(sick=str(sick))
