@@ -244,11 +244,12 @@ class Stream:
                 continue
             if isinstance(event, m.Failed):
                 error = event.error.exception()
-                overflow = isinstance(error, ContextOverflow) and not self._begun
-                if overflow and self._turn is not None and self._turn.shorten():
-                    self._open()
-                    await self._accepted()
-                    continue
+                if isinstance(error, ContextOverflow) and self._turn is not None and not self._begun:
+                    if self._turn.shorten():
+                        self._open()
+                        await self._accepted()
+                        continue
+                    self._turn.take_back()
                 self._end()
                 raise error
             if isinstance(event, m.Done):
@@ -424,7 +425,7 @@ class Client:
 
         With a `conversation` the prompt begins with its earlier messages. An answer that was not read to its end is
         included as far as it was read. When the context is full, the oldest questions and answers are forgotten;
-        :attr:`Stream.n_dropped` tells how many.
+        :attr:`Stream.n_dropped` tells how many. A question that is too long even without them changes nothing.
         `images` come before the text. Later questions of the conversation include the answer, but not the images.
 
         :param system: the system message of the conversation from now on.

@@ -97,8 +97,10 @@ async def test_a_full_conversation_forgets_its_oldest_exchanges() -> None:
             result = await client.ask(f"{index} is said", conversation="inn", system="short").completed()
             assert result.text == f"{index} is said"
         assert result.n_prompt == 1 + 6 + 3
+        whole = client.history("inn")
         with pytest.raises(errors.ContextOverflow):
-            await client.ask("much too much " * 10, conversation="inn").completed()
+            await client.ask("much too much " * 10, conversation="inn", system="is not kept").completed()
+        assert client.history("inn") == whole, "what is too long by itself takes no room from others"
         assert (await client.ask("again", conversation="inn").completed()).text == "again"
 
 
