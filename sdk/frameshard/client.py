@@ -166,6 +166,7 @@ class Stream:
         self._turn = conversation
         self._request: int | None = None
         self._job: int | None = None
+        self._cancelled = False
         self._ended = False
         self._events: Inbox[m.JobEvent] | None = None
 
@@ -245,6 +246,9 @@ class Stream:
             if isinstance(event, m.Failed):
                 error = event.error.exception()
                 if isinstance(error, ContextOverflow) and self._turn is not None and not self._begun:
+                    if self._cancelled:  # the sidecar was told so of the job that has failed
+                        self._end()
+                        raise JobCancelled("the job was cancelled")
                     if self._turn.shorten():
                         self._open()
                         await self._accepted()
@@ -292,6 +296,7 @@ class Stream:
         """Asks the sidecar to cancel the job. Iteration goes on to the job's last event: :class:`JobCancelled`, or
         another end that came first."""
         if self._job is not None and not self._ended:
+            self._cancelled = True
             self._client._cancel(self._job)
 
     def set_priority(self, priority: int) -> None:

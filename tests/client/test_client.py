@@ -158,6 +158,22 @@ async def test_cancel() -> None:
 
 
 @in_both
+async def test_a_question_that_is_being_shortened_is_cancelled() -> None:
+    async with launch(engine=fake_engine(n_ctx=12)) as client:
+        for index in range(2):
+            await client.ask(f"a b {index}", conversation="inn").completed()
+        async with client.ask("c d e", conversation="inn") as stream:
+            assert stream._events is not None
+            while not stream._events.statistics().current_buffer_used:  # the sidecar has refused the whole history
+                await anyio.sleep(0.01)
+            await stream.cancel()
+            with pytest.raises(errors.JobCancelled):
+                await stream.completed()
+        assert stream.text == ""
+        assert (await client.ask("d", conversation="inn").completed()).text == "d"
+
+
+@in_both
 async def test_a_slow_reader_loses_nothing_and_slows_nobody(shared_sidecar: Path) -> None:
     async with frameshard.connect(shared_sidecar) as client:
         async with client.complete(WORDS) as slow:
