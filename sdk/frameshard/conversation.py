@@ -120,9 +120,9 @@ class Turn:
         """
         conversation = self._conversation
         texts_bytes = len(conversation.system.encode(errors="replace")) + self._so_far.n_bytes
-        exchanges = saves.newest(conversation.exchanges, texts_bytes + _frame_bytes(others))
-        self.n_dropped = self._n_forgotten + len(conversation.exchanges) - len(exchanges)
         question = (m.ChatMessage("user", self._so_far.question), *self._so_far.steps)
+        exchanges = saves.newest(conversation.exchanges, texts_bytes + _frame_bytes(others), len(question))
+        self.n_dropped = self._n_forgotten + len(conversation.exchanges) - len(exchanges)
         return (*_messages(conversation.system, exchanges), *question)
 
     def exchange(self) -> list[saves.Exchange]:

@@ -191,6 +191,20 @@ def test_as_much_history_as_fits_beside_the_options_is_in_the_prompt() -> None:
         assert frame + 60_000 > most - 2_000 or told.n_dropped == 0, n_bytes
 
 
+def test_results_of_calls_fit_beside_a_long_history() -> None:
+    conversations = Conversations("python")
+    mira = conversations.find("mira")
+    mira.system = "Be kind."
+    mira.exchanges += [saves.Exchange("Hello.", "Welcome.")] * 600
+    n_messages = [len(turn(conversations, "What is ale?", "", PRICE, LOOK))]
+    for _ in range(30):  # the same question has more and more steps
+        prompt = turn(conversations, {"id1": "2 gold", "id2": "dark"}, "", PRICE, LOOK)
+        m.encode(m.Submit(1, 1, 1, "chat", prompt))  # which refuses what is too large
+        n_messages.append(len(prompt))
+    assert n_messages[0] == 1 + 1020 + 1
+    assert set(n_messages[1:]) <= {1023, 1024}, "as many as fit"
+
+
 # --- with a model -----------------------------------------------------------------------------------------------------
 
 

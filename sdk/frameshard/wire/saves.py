@@ -60,7 +60,8 @@ _HEAD = struct.Struct("<4sI")  # magic, format; the checksum follows
 _CHECKSUM = struct.Struct("<I")
 _START = _HEAD.size + _CHECKSUM.size
 
-_MAX_MESSAGES = 1020
+_MAX_MESSAGES = 1020  # of a history
+_MAX_PROMPT_MESSAGES = codec.CLIENT.array - 1  # beside the system message
 _MAX_TEXT_BYTES = codec.CLIENT.frame - 2 * codec.CLIENT.string
 _RECORD_BYTES = 64  # of a frame, for names and lengths around the texts of an exchange, a step or a call
 
@@ -154,13 +155,15 @@ def read(data: bytes) -> Save:
     return save
 
 
-def newest(exchanges: Sequence[Exchange], other_bytes: int) -> tuple[Exchange, ...]:
-    """Returns the newest exchanges that fit into one message beside `other_bytes` of texts and options."""
+def newest(exchanges: Sequence[Exchange], other_bytes: int, other_messages: int = 0) -> tuple[Exchange, ...]:
+    """Returns the newest exchanges that fit into one frame beside `other_bytes` of texts and options, and beside a
+    system message and `other_messages`."""
     first, n_bytes, n_messages = len(exchanges), other_bytes, 0
+    most = min(_MAX_MESSAGES, _MAX_PROMPT_MESSAGES - other_messages)
     while first > 0:
         n_bytes += exchanges[first - 1].n_bytes
         n_messages += 2 + len(exchanges[first - 1].steps)
-        if n_bytes > _MAX_TEXT_BYTES or n_messages > _MAX_MESSAGES:
+        if n_bytes > _MAX_TEXT_BYTES or n_messages > most:
             break
         first -= 1
     return tuple(exchanges[first:])
