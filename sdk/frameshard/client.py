@@ -305,7 +305,7 @@ class Stream:
 
         :raises BadArgument: there is no such priority.
         """
-        if priority not in range(m.MAX_PRIORITY + 1):
+        if type(priority) is not int or not 0 <= priority <= m.MAX_PRIORITY:
             raise BadArgument(f"priority must be an integer from 0 to {m.MAX_PRIORITY}", field="priority")
         self._fields["priority"] = priority
         if self._job is not None and not self._ended:
@@ -314,9 +314,11 @@ class Stream:
     def begin(self) -> None:
         """Sends the request, unless it was sent already. Entering the stream does this too.
 
-        :raises FrameshardError: the request cannot be sent.
+        :raises FrameshardError: the request cannot be sent. The stream has then ended.
         """
         if self._job is None:
+            if self._ended:
+                raise BadArgument("this stream has ended: ask again")
             if self._turn is not None:
                 self._turn.begin()
             try:
@@ -497,7 +499,7 @@ class Client:
 
         :param content: returns the messages or the prompt, from the other fields of the job.
         """
-        fields: dict[str, Any] = {**options}
+        fields = _known(options, JobOptions)
         images = fields.pop("images", ())
         if "adapters" in fields:
             fields["adapters"] = tuple(m.Adapter(name, scale) for name, scale in _by_name(fields["adapters"]))
@@ -612,7 +614,7 @@ class Client:
 
         :raises BadArgument: a term has a wrong value.
         """
-        fields: dict[str, Any] = {**terms}
+        fields = _known(terms, LeaseTerms)
         if "floor_mb" in fields:
             fields["floor_bytes"] = mebibytes(fields.pop("floor_mb"), "floor_mb")
         if fields.get("host_budget_mb") is not None:
@@ -1179,6 +1181,14 @@ def launch(
         fields["loading"] = "on"
     fields |= {"model": os.path.abspath(model), "vram_budget_bytes": mebibytes(vram_budget_mb)}
     return ClientScope(name, None, wire_launch.make_config(fields), log, on_loading)
+
+
+def _known(options: Mapping[str, Any], all_options: type) -> dict[str, Any]:
+    """A copy of keyword arguments, none of which is unknown."""
+    for name in options:
+        if name not in all_options.__annotations__:
+            raise BadArgument(f"{name}: unknown option", field=name)
+    return {**options}
 
 
 def _by_name(adapters: Mapping[str, T]) -> Iterable[tuple[str, T]]:

@@ -18,12 +18,14 @@ nothing: the sidecar holds events back, as for any slow reader.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,7 +34,7 @@ import trio
 from frameshard import client as asynchronous
 from frameshard.client import Client, ClientScope, Completion, Rows, Stream
 from frameshard.conversation import LoadResult
-from frameshard.errors import BadArgument, ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled
+from frameshard.errors import BadArgument, ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled, internal
 from frameshard.frame import FrameBlock
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
 from frameshard.tools import Tool
@@ -81,6 +83,8 @@ MAX_EVENTS = 1024
 """Events waiting for :meth:`Sidecar.poll`; jobs are held back beyond that."""
 
 CLOSE_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -498,26 +502,31 @@ class Sidecar:
         """See :meth:`frameshard.Client.history`; does not wait for open answers.
 
         :returns: the number of :class:`HistoryArrived`.
+        :raises BadArgument: the name of the conversation is not a string.
         """
-        return self._look(lambda client, number: HistoryArrived(number, client.history(conversation)))
+        return self._look(conversation, lambda client, number: HistoryArrived(number, client.history(conversation)))
 
     def save(self, conversation: str) -> int:
         """See :meth:`frameshard.Client.save`; does not wait for open answers.
 
         :returns: the number of :class:`Saved`.
+        :raises BadArgument: the name of the conversation is not a string.
         """
-        return self._look(lambda client, number: Saved(number, client.save(conversation)))
+        return self._look(conversation, lambda client, number: Saved(number, client.save(conversation)))
 
     def load(self, data: bytes, *, conversation: str) -> int:
         """See :meth:`frameshard.Client.load`; waits for the answers to what was asked in the conversation before.
 
         :returns: the number of :class:`Loaded`.
+        :raises BadArgument: the name of the conversation is not a string.
         """
         number = self._number()
 
         def load(client: Client) -> None:
             try:
-                self._put(Loaded(number, client.load(data, conversation=conversation), None))
+                with _typed():
+                    result = client.load(data, conversation=conversation)
+                self._put(Loaded(number, result, None))
             except FrameshardError as error:
                 self._put(Loaded(number, None, error))
 
@@ -537,17 +546,20 @@ class Sidecar:
 
         :raises BadArgument: there is no such priority.
         """
-        if priority not in range(m.MAX_PRIORITY + 1):
+        if type(priority) is not int or not 0 <= priority <= m.MAX_PRIORITY:
             raise BadArgument(f"priority must be an integer from 0 to {m.MAX_PRIORITY}", field="priority")
 
         def command(client: Client) -> None:
-            assert job._stream is not None  # made by an earlier command
-            job._stream.set_priority(priority)
+            if job._stream is not None:  # an earlier command has made it, or failed
+                job._stream.set_priority(priority)
 
         self._do(command)
 
     def forget(self, conversation: str) -> None:
-        """See :meth:`frameshard.Client.forget`; waits for the answers to what was asked in the conversation before."""
+        """See :meth:`frameshard.Client.forget`; waits for the answers to what was asked in the conversation before.
+
+        :raises BadArgument: the name of the conversation is not a string.
+        """
         self._in_turn(conversation, lambda client: client.forget(conversation))
 
     def set_budget(self, vram_budget_mb: float, **terms: Unpack[LeaseTerms]) -> int:
@@ -560,7 +572,8 @@ class Sidecar:
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             try:
-                change = client.change_budget(vram_budget_mb, **terms)
+                with _typed():
+                    change = client.change_budget(vram_budget_mb, **terms)
             except FrameshardError as error:
                 self._put(BudgetRefused(number, error))
                 return None
@@ -630,8 +643,11 @@ class Sidecar:
     def shutdown(self) -> None:
         """Ends the sidecar, for all its clients; :class:`Closed` follows."""
 
-        def command(client: Client) -> Callable[[], Awaitable[None]]:
-            answer = client.shutdown()
+        def command(client: Client) -> Callable[[], Awaitable[None]] | None:
+            try:
+                answer = client.shutdown()
+            except FrameshardError:
+                return None  # it is gone already
 
             async def wait() -> None:
                 with contextlib.suppress(FrameshardError):
@@ -672,7 +688,8 @@ class Sidecar:
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             try:
-                answer = ask(client)
+                with _typed():
+                    answer = ask(client)
             except FrameshardError as error:
                 self._put(arrived(number, None, error))
                 return None
@@ -680,16 +697,17 @@ class Sidecar:
             async def wait() -> None:
                 try:
                     self._put(arrived(number, await answer, None))
-                except FrameshardError as error:
-                    self._put(arrived(number, None, error))
+                except Exception as error:
+                    self._put(arrived(number, None, internal(logger, "a request", error)))
 
             return wait
 
         self._do(command)
         return number
 
-    def _look(self, look: Callable[[Client, int], Event]) -> int:
+    def _look(self, conversation: str, look: Callable[[Client, int], Event]) -> int:
         """Has the event made that `look` returns, in the order of commands."""
+        _check_name(conversation)
         number = self._number()
 
         def command(client: Client) -> None:
@@ -700,6 +718,7 @@ class Sidecar:
 
     def _in_turn(self, conversation: str, change: Callable[[Client], None]) -> None:
         """Changes a conversation when what was asked in it before is answered."""
+        _check_name(conversation)
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             before, after = self._line_up(conversation)
@@ -722,31 +741,40 @@ class Sidecar:
 
         def command(client: Client) -> Callable[[], Awaitable[None]]:
             before, after = self._line_up(conversation)
-            stream = job._stream = open_stream(client)
-            if before.is_set():
-                with contextlib.suppress(FrameshardError):  # comes again when the stream is entered
-                    stream.begin()
+            try:
+                with _typed():
+                    stream = job._stream = open_stream(client)
+                    if before.is_set():
+                        stream.begin()
+            except FrameshardError as error:
+                return partial(self._end_job, Failed(job, error), before, after)
 
             async def answer() -> None:
                 ending: Finished | Failed = Failed(job, JobCancelled("the job was cancelled"))
                 try:
                     with job._scope:
                         await before.wait()
+                        with _typed():
+                            stream.begin()
                         await self._relay(job, stream)
                         assert stream.result is not None
                         ending = Finished(job, stream.result)
-                except FrameshardError as error:
-                    ending = Failed(job, error)
+                except Exception as error:
+                    ending = Failed(job, internal(logger, "a job", error))
                 finally:
                     await stream.aclose()
-                    after.set()
-                self._jobs.discard(job)
-                self._put(ending)
+                await self._end_job(ending, before, after)
 
             return answer
 
         self._do(command, job)
         return job
+
+    async def _end_job(self, ending: Finished | Failed, before: trio.Event, after: trio.Event) -> None:
+        self._jobs.discard(ending.job)
+        self._put(ending)
+        await before.wait()  # a job may end before its turn, and those after it do not overtake those before it
+        after.set()
 
     def _do(self, command: _Command, job: Job | None = None) -> None:
         with self._ending:
@@ -838,8 +866,8 @@ class Sidecar:
         """What to wait for before one's turn in a conversation, and what to set after it."""
         free, after = trio.Event(), trio.Event()
         free.set()
-        if conversation is None:
-            return free, after
+        if not isinstance(conversation, str):
+            return free, after  # none, or a wrong one, which is refused
         before = self._conversations.get(conversation, free)
         self._conversations[conversation] = after
         return before, after
@@ -860,3 +888,20 @@ class Sidecar:
                         self._room = trio.Event()
                     await self._room.wait()
                 self._put(TextAdded(job, delta))
+
+
+def _check_name(conversation: object) -> None:
+    if not isinstance(conversation, str):
+        raise BadArgument("the name of a conversation is a string", field="conversation")
+
+
+@contextlib.contextmanager
+def _typed() -> Iterator[None]:
+    """Turns an exception that is not typed into :class:`BadArgument`. The block only takes what the program gave, so
+    the cause is a value of a wrong type, such as a number for a list."""
+    try:
+        yield
+    except FrameshardError:
+        raise
+    except Exception as error:
+        raise BadArgument(f"an argument has a wrong type or value: {type(error).__name__}: {error}") from error

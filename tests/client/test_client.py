@@ -134,6 +134,17 @@ async def test_one_answer_at_a_time_in_a_conversation() -> None:
         assert (await client.ask("li", conversation="inn", sampling=few).completed()).text == "li li li"
 
 
+@in_trio
+async def test_a_question_that_is_refused_does_not_block_its_conversation(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
+        stream = client.ask("one", conversation="inn", priority=7)
+        with pytest.raises(errors.BadArgument, match="priority"):
+            stream.begin()
+        with pytest.raises(errors.BadArgument, match="has ended"):
+            await stream.completed()
+        assert (await client.ask("two", conversation="inn").completed()).text == "two"
+
+
 @in_both
 async def test_cancel() -> None:
     async with launch(engine=fake_engine(endless=True, delay_s=0.001)) as client:
@@ -226,11 +237,16 @@ async def test_bad_arguments(shared_sidecar: Path) -> None:
             client.complete("x", sampling=frameshard.Sampling(top_p=2.0)),
             client.ask("x", conversation=""),
             client.ask("x", timeline=-1),
+            client.ask("caf\udce9"),
+            client.ask("x", system="caf\udce9"),
+            client.complete("caf\udce9"),
             client.chat([]),
             client.chat([frameshard.ChatMessage("narrator", "x")]),  # type: ignore[arg-type]
         ):
             with pytest.raises(errors.BadArgument):
                 await stream.completed()
+        with pytest.raises(errors.BadArgument, match="temprature: unknown option"):
+            client.ask("x", temprature=1)  # type: ignore[call-arg]
         with pytest.raises(errors.BadArgument):
             await client.set_budget(-5)
         with pytest.raises(errors.BadArgument):

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -45,6 +45,10 @@ from servers import until
 from sidecars import GREEDY, WORDS, freeze, thaw
 
 T = TypeVar("T")
+
+
+def price(item: str) -> str:
+    return f"2 gold for {item}"
 
 
 def start(**options: object) -> Sidecar:
@@ -215,6 +219,103 @@ def test_errors_of_a_launch() -> None:
         assert isinstance(closed.error, errors.BadModel)
         with pytest.raises(errors.BadModel):
             sidecar.ask("anyone")
+
+
+def test_a_wrong_argument_fails_its_own_job_alone() -> None:
+    asks: list[Callable[[Sidecar], Job]] = [
+        lambda sidecar: sidecar.ask("one", conversation="inn", priority=7),
+        lambda sidecar: sidecar.ask("one", conversation="inn", adapters=["pirate"]),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.ask("one", conversation="inn", temprature=1),  # type: ignore[call-arg]
+        lambda sidecar: sidecar.ask("one", conversation="inn", tools=5),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.ask("one", conversation="inn", images=[5]),  # type: ignore[list-item]
+        lambda sidecar: sidecar.ask("one", conversation="inn", system="caf\udce9"),
+        lambda sidecar: sidecar.ask("caf\udce9", conversation="inn"),
+        lambda sidecar: sidecar.ask(5, conversation="inn"),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.ask("one", conversation=["inn"]),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.tool_results({"id": object()}, conversation="inn"),
+        lambda sidecar: sidecar.tool_results(5, conversation="inn"),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.chat(5),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.complete("caf\udce9"),
+    ]
+    with start(engine=fake_engine(delay_s=0.001)) as sidecar:
+        sidecar.wait_ready()
+        for ask in asks:
+            first, late = ask(sidecar), ask(sidecar)
+            good = sidecar.ask("one two", conversation="inn")
+            behind = ask(sidecar)  # waits for its turn
+            play(sidecar, lambda jobs=(first, late, good, behind): all(job.ended for job in jobs))
+            for job in (first, late, behind):
+                assert isinstance(job.error, errors.BadArgument), job.error
+                sidecar.set_priority(job, 2)
+            assert (good.text, good.error) == ("one two", None)
+            with pytest.raises(errors.BadArgument):
+                sidecar.set_priority(good, True)
+        assert sidecar.error is None
+
+
+def test_a_wrong_argument_fails_its_own_request_alone() -> None:
+    requests: list[Callable[[Sidecar], int]] = [
+        lambda sidecar: sidecar.embed(5),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.plan(["x"]),  # type: ignore[list-item]
+        lambda sidecar: sidecar.count_tokens("caf\udce9"),
+        lambda sidecar: sidecar.count_tokens("x", tools=[price]),  # type: ignore[list-item]
+        lambda sidecar: sidecar.adapter_load("pirate", 5),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.set_budget(64, tiemout_s=1),  # type: ignore[call-arg]
+        lambda sidecar: sidecar.set_budget("x"),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.load(5, conversation="inn"),  # type: ignore[arg-type]
+        lambda sidecar: sidecar.load_kv(5, conversation="inn"),  # type: ignore[arg-type]
+    ]
+    with start() as sidecar:
+        sidecar.wait_ready()
+        for request in requests:
+            number, stats = request(sidecar), sidecar.stats()
+            seen: list[Event] = []
+            play(sidecar, lambda seen=seen: of(seen, StatsArrived), events=seen)
+            found = {event.request: event.error for event in seen if hasattr(event, "request")}
+            assert isinstance(found[number], errors.BadArgument), seen
+            assert found[stats] is None
+        calls: list[Callable[[Any], object]] = [sidecar.history, sidecar.save, sidecar.forget]
+        for call in calls:
+            with pytest.raises(errors.BadArgument):
+                call(["inn"])
+        job = sidecar.ask("one two", conversation="inn")
+        play(sidecar, lambda: job.ended)
+        assert job.text == "one two"
+        assert sidecar.error is None
+
+
+def test_a_job_that_ends_before_its_turn_lets_nobody_overtake() -> None:
+    with start(engine=fake_engine(endless=True, delay_s=0.001)) as sidecar:
+        first = sidecar.ask("la", conversation="inn", sampling=GREEDY)
+        cancelled = sidecar.ask("one", conversation="inn", sampling=GREEDY)
+        play(sidecar, lambda: first.text)
+        sidecar.cancel(cancelled)
+        refused = sidecar.ask("one", conversation="inn", priority=7)
+        last = sidecar.ask("two", conversation="inn", sampling=Sampling(max_tokens=1))
+        sidecar.forget("inn")
+        play(sidecar, lambda: cancelled.ended)
+        assert isinstance(cancelled.error, errors.JobCancelled)
+        seen: list[Event] = []
+        sidecar.stats()
+        play(sidecar, lambda: of(seen, StatsArrived), events=seen)
+        sidecar.history("inn")
+        play(sidecar, lambda: of(seen, HistoryArrived), events=seen)
+        assert [message.content for message in of(seen, HistoryArrived)[0].messages][:1] == ["la"]
+        assert not first.ended
+        assert not last.ended
+        sidecar.cancel(first)
+        play(sidecar, lambda: first.ended and refused.ended and last.ended)
+        assert isinstance(refused.error, errors.BadArgument)
+        assert (last.text, last.error) == ("two", None)
+
+
+def test_a_shutdown_of_a_lost_sidecar() -> None:
+    with start() as sidecar:
+        sidecar.wait_ready()
+        sidecar._do(lambda client: client._core.gone(errors.ConnectionLost("it is gone")))
+        sidecar.shutdown()
+        play(sidecar, lambda: sidecar._ended)
+        assert isinstance(sidecar.error, errors.ConnectionLost)
 
 
 def test_a_lost_sidecar() -> None:

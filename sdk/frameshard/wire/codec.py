@@ -57,6 +57,8 @@ def encode(message: dict[str, Any], limits: Limits = CLIENT) -> bytes:
         if _check(message, limits, 1) > limits.elements:
             raise _Refused(f"more than {limits.elements} elements")
         frame: bytes = msgpack.packb(message, use_bin_type=True)
+    except UnicodeEncodeError:
+        raise BadArgument("cannot be sent: a text is not valid Unicode: it has half of a surrogate pair") from None
     except (ValueError, TypeError, OverflowError) as error:
         raise BadArgument(f"cannot be sent: {error}") from None
     if len(frame) > limits.frame:

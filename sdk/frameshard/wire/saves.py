@@ -52,7 +52,8 @@ class Exchange(NamedTuple):
             *(text for step in self.steps for text in (step.content, step.tool_call_id)),
         ]
         texts += [text for call in calls for text in (call.id, call.name, call.arguments)]
-        return sum(len(text.encode()) for text in texts) + _RECORD_BYTES * (1 + len(self.steps) + len(calls))
+        n_records = 1 + len(self.steps) + len(calls)
+        return sum(len(text.encode(errors="replace")) for text in texts) + _RECORD_BYTES * n_records
 
 
 _MAGIC = b"FSSV"
