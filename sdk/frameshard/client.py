@@ -156,7 +156,8 @@ class Stream:
         self.on_thought: Callable[[m.Thought], None] | None = None
         """Called with each new part of :attr:`thought` while the stream is read."""
         self.remote = False
-        """Whether the server of the launch option `fallback` has begun the answer; at its end, whether it ended it."""
+        """True if the fallback server has begun this answer. Once the answer is complete: true if that server
+        completed it."""
         self.tool_calls: tuple[m.ToolCall, ...] = ()
         """The calls of tools so far. Each is whole, and its arguments match the tool's schema."""
         self.on_tool_call: Callable[[m.ToolCall], None] | None = None

@@ -385,7 +385,8 @@ _Command = Callable[[Client], Callable[[], Awaitable[None]] | None]
 
 
 class Sidecar:
-    """A sidecar and the session with it. All methods are for one thread; none but those with a timeout waits."""
+    """A sidecar and the session with it. Only one thread may call its methods. No method waits, except those with
+    a timeout."""
 
     def __init__(self, scope: ClientScope) -> None:
         """Use :meth:`launch` or :meth:`connect`."""
@@ -468,7 +469,7 @@ class Sidecar:
             elif isinstance(event, Failed):
                 event.job.error, event.job.paused = event.error, False
             events.append(event)
-        if events and self._room is not None:
+        if self._room is not None:  # a job may have seen the queue full just before an earlier poll emptied it
             self._soon(self._make_room)
         return events
 

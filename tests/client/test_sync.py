@@ -8,12 +8,14 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
 
 import frameshard
+import frameshard.sync
 from frameshard import ChatMessage, Engine, Notice, Sampling, errors
 from frameshard.sync import (
     MAX_EVENTS,
@@ -202,6 +204,28 @@ def test_a_game_that_does_not_poll_loses_nothing() -> None:
         play(sidecar, lambda: all(job.ended for job in jobs))
         for index, job in enumerate(jobs):
             assert job.text == " ".join([f"No{index}."] * long.max_tokens)
+
+
+def test_a_job_goes_on_whose_queue_was_emptied_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameshard.sync, "MAX_EVENTS", 8)
+    polled: list[Event] = []
+
+    class Queue(deque[Event]):
+        """It is emptied after the first look at it that finds it full. This stands for a poll of the other thread."""
+
+        def __len__(self) -> int:
+            n_events = super().__len__()
+            if n_events >= 8 and not polled:
+                polled.extend(sidecar.poll(n_events))
+            return n_events
+
+    with start(engine=fake_engine(endless=True)) as sidecar:
+        sidecar.wait_ready()
+        sidecar._events = Queue(sidecar._events)
+        job = sidecar.complete("No.", sampling=Sampling(max_tokens=100), sentences=True)
+        until(lambda: polled)
+        play(sidecar, lambda: job.ended)
+        assert job.text == " ".join(["No."] * 100)
 
 
 def test_errors_of_a_launch() -> None:
