@@ -352,20 +352,23 @@ class Stream:
 
 
 class BudgetChange:
-    """A change of the VRAM budget, made by :meth:`Client.change_budget`. Await its answers in order."""
+    """A change of the VRAM budget, made by :meth:`Client.change_budget`. Await its answers in order. An await that was
+    cancelled, or had no answer in time, may be repeated."""
 
     def __init__(self, client: Client, request: int, timeout_s: float) -> None:
         self._client = client
         self._request = request
         self._timeout_s = timeout_s
+        weakref.finalize(self, client._drop, request).atexit = False
 
     async def granted(self) -> m.Lease:
         """The first answer: whether the whole change or a part of it is possible by the deadline, and the predicted
         time.
 
+        :raises BadArgument: no further answer comes, because the change has failed or was closed.
         :raises FrameshardError: as :meth:`Client.set_budget`; the other two methods raise the same errors.
         """
-        lease = await self._client._answer(self._request, self._timeout_s + ANSWER_S, last=False)
+        lease = await self._client._answer(self._request, self._timeout_s + ANSWER_S, only=False)
         assert isinstance(lease, m.Lease)
         if lease.decision == "partial":
             self._timeout_s = max(PARTIAL_S, lease.seconds)
@@ -373,14 +376,15 @@ class BudgetChange:
 
     async def released(self) -> m.Released:
         """The second answer: the change is in force, and the memory is released."""
-        released = await self._client._answer(self._request, self._timeout_s + ANSWER_S, last=False)
+        released = await self._client._answer(self._request, self._timeout_s + ANSWER_S, only=False)
         assert isinstance(released, m.Released)
         return released
 
     async def observed(self) -> m.Observed:
         """The third answer: the VRAM that the driver counts. It may come seconds later."""
-        observed = await self._client._answer(self._request, self._timeout_s + ANSWER_S)
+        observed = await self._client._answer(self._request, self._timeout_s + ANSWER_S, only=False)
         assert isinstance(observed, m.Observed)
+        self.close()
         return observed
 
     def close(self) -> None:
@@ -830,7 +834,14 @@ class Client:
     def _drop(self, request_id: int) -> None:
         self._answers.pop(request_id, None)
 
-    async def _answer(self, request_id: int, timeout_s: float = ANSWER_S, *, last: bool = True) -> m.Reply:
+    async def _answer(self, request_id: int, timeout_s: float = ANSWER_S, *, only: bool = True) -> m.Reply:
+        """Waits for an answer.
+
+        :param only: it is the only one, and nobody waits again if this fails or is cancelled.
+        """
+        inbox = self._answers.get(request_id)
+        if inbox is None:
+            raise self._core.error or BadArgument("no further answer to this request comes")
         # The time limit counts heartbeats, so time in which either process was stopped does not count. The time before
         # the request is sent does not count either.
         due_beats = self._core.heard_beats + timeout_s / BEAT_S
@@ -838,19 +849,16 @@ class Client:
         try:
             while answer is None:
                 with anyio.move_on_after(max(BEAT_S, (due_beats - self._core.heard_beats) * BEAT_S)):
-                    answer = await self._answers[request_id].receive()
+                    answer = await inbox.receive()
                 if self._core.waits(request_id):
                     due_beats = self._core.heard_beats + timeout_s / BEAT_S
                 elif answer is None and self._core.heard_beats >= due_beats:
                     raise DeadlineMissed(f"no answer within {timeout_s:g} s")
         except EndOfChannel:
-            self._drop(request_id)
             raise self._why() from None
-        except BaseException:
-            self._drop(request_id)
-            raise
-        if last or isinstance(answer, m.Error):
-            self._drop(request_id)
+        finally:
+            if only or isinstance(answer, m.Error):
+                self._drop(request_id)
         if isinstance(answer, m.Error):
             raise answer.error.exception()
         return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -182,6 +183,33 @@ async def test_a_question_that_is_being_shortened_is_cancelled() -> None:
                 await stream.completed()
         assert stream.text == ""
         assert (await client.ask("d", conversation="inn").completed()).text == "d"
+
+
+@in_both
+async def test_an_answer_to_a_budget_is_awaited_again_after_a_cancellation() -> None:
+    async with launch() as client:
+        change = client.change_budget(100)
+        for answer in (change.granted, change.released, change.observed):
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await answer()
+            assert scope.cancelled_caught
+            await answer()
+        refused, closed = client.change_budget(1), client.change_budget(64)
+        with pytest.raises(errors.BudgetBelowFloor):
+            await refused.granted()
+        closed.close()
+        for done in (change, refused, closed):
+            with pytest.raises(errors.BadArgument, match="no further answer"):
+                await done.released()
+        left = client.change_budget(32)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await left.granted()
+        del left, scope
+        await client.stats()  # the event loop forgets the cancellation
+        gc.collect()
+        assert not client._answers, "nobody can await them any more"
 
 
 @in_both
