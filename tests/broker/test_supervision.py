@@ -11,14 +11,16 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trio
 
 import frameshard
 from frameshard import errors, system
-from frameshard.broker.supervisor import RestartPolicy
+from frameshard.broker.supervisor import Owner, RestartPolicy, Supervisor
 from frameshard.testing import fake_engine
+from frameshard.wire import engine as em
 from sidecars import (
     DEADLINE_S,
     GREEDY,
@@ -388,6 +390,35 @@ async def test_an_engine_that_does_not_load_again_is_off_and_tried_again(tmp_pat
                 break
         await engine_pid(client)
         assert (await client.complete(WORDS).completed()).text == WORDS
+
+
+@in_trio
+async def test_an_adapter_that_is_unloaded_while_it_loads_stays_unloaded(tmp_path: Path) -> None:
+    """Both requests wait for the engine. Later jobs and later engines are without the adapter."""
+    (tmp_path / "a.gguf").touch()
+    async with launch() as client:
+        freeze(pid := await engine_pid(client))
+        answers = [client.adapter_load("a", tmp_path / "a.gguf"), client.adapter_unload("a")]
+        await client.budget()  # answered after the broker has passed on both
+        thaw(pid)
+        assert [[each.name for each in (await answer).adapters] for answer in answers] == [["a"], []]
+        with pytest.raises(errors.BadArgument, match="no adapter 'a' is loaded"):
+            await client.complete("x", adapters={"a": 1.0}).completed()
+        os.kill(pid, signal.SIGKILL)
+        await until_ready(client, 1)
+        assert (await client.adapter_unload("another")).adapters == ()
+
+
+@in_trio
+async def test_an_engine_that_cannot_be_told_how_to_load_is_not_started() -> None:
+    def refuse() -> em.EngineConfig:
+        raise errors.BadArgument("adapters: must be an array of at most 16", field="adapters")
+
+    nobody = cast(Owner, None)  # it is told of engines, and there is none
+    supervisor = Supervisor(frameshard.ServeConfig("x"), nobody, refuse)
+    await supervisor.run()
+    assert isinstance(supervisor.error, errors.BadArgument)
+    assert supervisor.pid is None
 
 
 @in_trio

@@ -152,6 +152,28 @@ async def test_jobs_keep_their_adapters(
         assert (await client.stats()).broker.engine_restarts == 1
 
 
+@in_trio
+async def test_an_unload_waits_for_the_load_before_it(
+    tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]]
+) -> None:
+    """Loads read files in a thread, which takes some time. An unload overtakes none of them."""
+    slow = """
+import sys, time
+from frameshard.engine import process
+
+read = process.read_adapter
+process.read_adapter = lambda *args: time.sleep(0.5) or read(*args)
+process.main()
+"""
+    options: dict[str, Any] = {"device": "cpu", "n_ctx": 256, "n_parallel": 1, "n_threads": 1, **sidecars.PATIENT}
+    engine = (sys.executable, "-c", slow)
+    async with frameshard.launch(tiny_model("llama"), engine=engine, log=subprocess.DEVNULL, **options) as client:
+        path = adapters("llama")["a"]
+        answers = [client.adapter_load("a", path), client.adapter_unload("a"), client.adapter_load("b", path)]
+        loaded = [[each.name for each in (await answer).adapters] for answer in answers]
+        assert loaded == [["a"], [], ["b"]]
+
+
 TRY = """
 import sys
 from frameshard.engine.runtime import Runtime

@@ -215,6 +215,8 @@ class Requests:
         elif isinstance(event, em.Adapters):
             if isinstance(request, m.AdapterLoad):
                 self.adapters[request.name] = request.path
+            elif isinstance(request, m.AdapterUnload):  # again: an earlier load may have added it
+                self.adapters.pop(request.name, None)
             self._lease.floor_bytes = event.floor_bytes
             connection.reply(m.Adapters(request.id, self._epoch, event.adapters, event.floor_bytes))
         else:

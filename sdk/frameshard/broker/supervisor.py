@@ -306,13 +306,17 @@ class Supervisor:
         self._silent, self._still, self._ping_open, self._progress = 0, 0, False, False
         self._started_at = trio.current_time()
         try:
+            config = self._engine_config()
             process, stream = await system.start_with_stream(self._config.engine, {**os.environ, **ENVIRONMENT})
+        except FrameshardError as error:  # the engine cannot be told how to load
+            self._fatal = error
+            return "no process"
         except OSError as error:  # the system lacks memory, processes or descriptors, perhaps not for long
             self._fatal = EngineDied(f"the engine's process cannot be started: {error.strerror or error}")
             return "no process"
         self.pid = process.pid
         self._send, receive = trio.open_memory_channel[em.Command](math.inf)
-        self.send(self._engine_config())
+        self.send(config)
         assert process.stdout is not None
         async with trio.open_nursery() as listening:
             listening.start_soon(self._words.listen, process.stdout)

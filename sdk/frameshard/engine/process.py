@@ -84,8 +84,6 @@ FILL_STEPS = 1
 """Between two decodes, weights are copied to VRAM for at most the time of this many decodes: the next token waits for
 them."""
 
-TELL_LOADING_S = 0.05
-
 LEARN_EVERY = 64
 """The plan is adapted to the experts that the router picks after every so many decodes."""
 
@@ -117,6 +115,7 @@ class Engine:
         self._link = link
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Functions that the main thread will call."""
+        self._adapter_commands: queue.SimpleQueue[em.LoadAdapter | em.UnloadAdapter] = queue.SimpleQueue()
         self._budgets = Budgets(link, self._commands.put, self._want_plan)
         self._what_if = WhatIf(link.send)
         self._counting = Counting(link.send)
@@ -142,7 +141,6 @@ class Engine:
         self._progress = -1
         self._progress_at = 0.0
         self._n_decodes = 0
-        self._told_at = 0.0
 
     # --- main thread ----------------------------------------------------------------------------------------------
 
@@ -157,6 +155,7 @@ class Engine:
             ("budget", partial(self._when_loaded, self._serve_budgets)),
             ("plan", partial(self._when_loaded, self._what_if.serve)),
             ("count", partial(self._when_loaded, self._counting.serve)),
+            ("adapter", partial(self._when_loaded, self._serve_adapters)),
             ("watch", partial(self._when_loaded, partial(self._watch, proc))),
         ):
             threading.Thread(target=work, daemon=True, name=name).start()
@@ -272,7 +271,7 @@ class Engine:
             raise BadMessage("load came twice")
         started = time.monotonic()
         self._loading = config.model
-        runtime = self._runtime = Runtime.load(config, measure=False, on_loading=self._tell_loading)
+        runtime = self._runtime = Runtime.load(config, measure=False, on_loading=report.Loading(self._link.send))
         mmproj = runtime.config.mmproj
         if mmproj:
             self._loading = mmproj
@@ -311,15 +310,6 @@ class Engine:
         while self._sparing and time.monotonic() < until:
             self._sparing = device.add_spare() > 0
 
-    def _tell_loading(self, stage: m.LoadingStage, done: int, total: int) -> None:
-        """Reports the progress of the load, for a bar: the ends of each stage, and not too often in between."""
-        now = time.monotonic()
-        if 0 < done < total and now - self._told_at < TELL_LOADING_S:
-            return
-        self._told_at = now
-        with contextlib.suppress(BrokerGone):  # the reader thread notices this, too, and ends the process
-            self._link.send(em.Loading(stage, done, total))
-
     def _make_draft(self, runtime: Runtime) -> DraftModel | None:
         if not runtime.config.draft_model:
             return None
@@ -329,12 +319,22 @@ class Engine:
         self._loading = runtime.config.draft_model
         return DraftModel(runtime, runtime.config.draft_model)
 
-    def _read_adapter(self, command: em.LoadAdapter) -> None:
-        """[a thread of its own] Checks an adapter's file and reads it into the page cache, so that the main thread
-        loads it fast. A part of a pak file is only checked."""
-        assert self._runtime is not None
+    def _serve_adapters(self, runtime: Runtime) -> None:
+        """[adapter thread] Passes loads and unloads to the main thread in the order of the commands. An unload waits
+        for the files of earlier loads: it may be for one of them."""
+        while True:
+            command = self._adapter_commands.get()
+            if isinstance(command, em.LoadAdapter):
+                self._read_adapter(runtime, command)
+            else:
+                change = partial(self._unload_adapter, command.name)
+                self._commands.put(partial(self._change_adapters, command.seq, change))
+
+    def _read_adapter(self, runtime: Runtime, command: em.LoadAdapter) -> None:
+        """[adapter thread] Checks an adapter's file and reads it into the page cache, so that the main thread loads it
+        fast. A part of a pak file is only checked."""
         try:
-            file = read_adapter(command.path, self._runtime.model_info)
+            file = read_adapter(command.path, runtime.model_info)
             if models.locate(command.path).n_bytes is None:
                 with open(command.path, "rb") as content:
                     while content.read(1 << 20):
@@ -463,11 +463,8 @@ class Engine:
             if self._runtime is not None and self._runtime.device is not None:
                 self._runtime.device.set_scheduling_mode(command.scheduling_mode)
             self._commands.put(partial(self._pace.set_target, command.target_tokens_per_second))
-        elif isinstance(command, em.LoadAdapter):
-            threading.Thread(target=self._read_adapter, args=(command,), daemon=True, name="adapter").start()
-        elif isinstance(command, em.UnloadAdapter):
-            change = partial(self._unload_adapter, command.name)
-            self._commands.put(partial(self._change_adapters, command.seq, change))
+        elif isinstance(command, em.LoadAdapter | em.UnloadAdapter):
+            self._adapter_commands.put(command)
         elif isinstance(command, em.MakePlans):
             self._what_if.ask(command)
         elif isinstance(command, em.SaveKv):

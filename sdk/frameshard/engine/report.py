@@ -1,19 +1,43 @@
-"""Reports the loaded model when the engine is ready, and statistics while it runs."""
+"""Reports the progress of the load, the loaded model when the engine is ready, and statistics while it runs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import time
+from collections.abc import Callable
 
 from frameshard.engine.batch import Batcher
 from frameshard.engine.hostmemory import HostMemory
+from frameshard.engine.link import BrokerGone
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.vision import Vision
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 
+LOADING_S = 0.05
 _MAX_REASONS_BYTES = 4096
+
+
+class Loading:
+    """Reports the progress of the load, for a bar: the ends of each stage, and not too often in between.
+
+    :param send: sends an event to the broker.
+    """
+
+    def __init__(self, send: Callable[[em.Event], None]) -> None:
+        self._send = send
+        self._told_at = 0.0
+
+    def __call__(self, stage: m.LoadingStage, done: int, total: int) -> None:
+        now = time.monotonic()
+        if 0 < done < total and now - self._told_at < LOADING_S:
+            return
+        self._told_at = now
+        with contextlib.suppress(BrokerGone):  # the reader thread notices this, too, and ends the process
+            self._send(em.Loading(stage, done, total))
 
 
 def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
