@@ -354,6 +354,31 @@ def test_the_engine_gives_a_job_back_that_has_no_token() -> None:
     assert (jobs.unread(later, 100), jobs.unread(later, 3)) == (90, 1)
 
 
+def test_a_job_taken_back_for_want_of_room_goes_to_the_server_when_there_is_room_again() -> None:
+    jobs = Jobs(slots=1, max_jobs=9, max_client_jobs=9, model=MODEL)
+    jobs.engine_ready()
+    number = jobs.submit(ServerConnection(1, epoch=1, held_bytes=1 << 14, now=0.0), submit(), 0.0)
+    jobs.set_room(False)
+    jobs.depart(1.0)
+    assert jobs.commands[1:] == [em.Cancel(number, pause=True)]
+    jobs.set_room(True)  # before the engine has answered
+    jobs.engine_event(em.Cancelled(number))
+    jobs.depart(1.0)
+    (asked,) = jobs.asks
+    assert isinstance(asked, fallback.Ask)
+    jobs.fallback_event(fallback.Broken(asked.attempt, number, errors.ConnectionLost("gone"), False), 2.0)
+    assert isinstance(jobs.commands[2], em.Submit)
+
+
+@in_trio
+async def test_a_job_outlives_a_lease_that_is_parked_and_active_again_at_once(http: Server, place: Path) -> None:
+    async with proxy(http.port) as door, with_fallback(door, place, engine=fake_engine(delay_s=0.3)) as client:
+        async with client.ask("One two three") as stream:
+            client.change_budget(0, state="parked")
+            client.change_budget(0)
+            assert (await stream.completed()).text == "One two three"
+
+
 def read_all(data: bytes, sizes: list[int]) -> tuple[str, AnswerReader]:
     """The text of an answer that comes in pieces of these sizes."""
     reader = AnswerReader(100)

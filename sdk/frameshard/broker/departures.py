@@ -45,7 +45,8 @@ class Departures:
 
     def time(self, job: Job) -> float:
         """The time from which on a job that waits goes to the server."""
-        return max(job.away.retry_at, job.away.late_at if self.room else 0.0)
+        stays_until = job.away.late_at if self.room and not job.away.recalled else 0.0
+        return max(job.away.retry_at, stays_until)
 
     def ask(self, job: Job, now: float) -> None:
         """Sends a job to the server."""
