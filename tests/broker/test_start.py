@@ -195,6 +195,17 @@ def test_an_endpoint_is_a_path_or_a_port_of_the_loopback(endpoint: Any) -> None:
         wire_launch.parse_info(json.dumps({**info, "endpoint": "tcp://127.0.0.1:*"}))
 
 
+@pytest.mark.parametrize(
+    "option", ["model", "mmproj", "draft_model", "adapters", "connect_file", "embedder", "fallback_key_file"]
+)
+def test_a_path_that_is_not_utf8_is_refused(option: str) -> None:
+    path = "/caf\udce9.gguf"  # what Python makes of a name with the byte E9
+    options: dict[str, Any] = {"model": "m", option: {"a": path} if option == "adapters" else path}
+    with pytest.raises(errors.BadArgument, match="must be UTF-8") as refused:
+        frameshard.launch(**options)
+    assert refused.value.detail["field"] == option
+
+
 def broker(config: dict[str, Any], **environment: str) -> tuple[int, dict[str, Any]]:
     """The exit status and the error of a sidecar that cannot start."""
     done = subprocess.run(

@@ -107,9 +107,12 @@ def text(limit: int, least: int = 0) -> Check:
     """
 
     def take(value: Any, strict: bool) -> str:
-        if type(value) is not str or not least <= len(value.encode(errors="replace")) <= limit:
-            raise Refused(f"must be a string of {least} to {limit} bytes")
-        return value
+        try:
+            if type(value) is str and least <= len(value.encode()) <= limit:
+                return value
+        except UnicodeEncodeError:  # such as a file's name that is not UTF-8
+            raise Refused("must be UTF-8") from None
+        raise Refused(f"must be a string of {least} to {limit} bytes")
 
     return Check({"type": "text", "min": least, "max": limit}, take)
 
