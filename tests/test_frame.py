@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -68,6 +69,26 @@ def test_a_second_writer_goes_on_where_the_first_ended(page: Path) -> None:
         second.begin()
         assert second.set_budget(8) == 2
     assert (read(page, "frame"), read(page, "sequence") % 2) == (2, 0)
+
+
+def test_a_wrong_number_is_refused_and_changes_nothing(page: Path) -> None:
+    with frame.FrameBlock(page) as block:
+        block.begin()
+        block.set_budget(7)
+        for budget in (1.5, -1, 1 << 53, "7"):
+            with pytest.raises(errors.BadArgument, match="vram_budget_bytes"):
+                block.set_budget(budget)  # type: ignore[arg-type]
+        for ms in (math.nan, math.inf, -1, "16"):
+            with pytest.raises(errors.BadArgument, match="target_frame_ms"):
+                block.target_frame_ms = ms  # type: ignore[assignment]
+            with pytest.raises(errors.BadArgument, match="gpu_busy_ms"):
+                block.end(gpu_busy_ms=ms)  # type: ignore[arg-type]
+        block.begin()
+        assert block.set_budget(8) == 2
+    with pytest.raises(errors.BadArgument, match="target_frame_ms"):
+        frame.FrameBlock(page, target_frame_ms=0)
+    assert (read(page, "frame"), read(page, "sequence"), read(page, "vram_budget_bytes")) == (2, 8, 8)
+    assert read(page, "target_frame_ns") == 16_666_666
 
 
 def test_what_is_no_frame_block_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ A write takes a microsecond and never waits. One process writes a frame block, a
 from __future__ import annotations
 
 import mmap
+import numbers
 import os
 import struct
 import sys
@@ -24,6 +25,10 @@ from frameshard.errors import BadArgument
 MAGIC, VERSION, PAGE_BYTES = 0x42465346, 1, 4096
 IDLE = 1
 """The flag that the host draws no frames now."""
+
+LEAST_FRAME_MS, MOST_MS = 0.1, 10_000.0
+MAX_BUDGET_BYTES = 2**53 - 1
+"""As in the protocol's messages."""
 
 _HOST = struct.Struct("<QQQQQQQ")
 _HOST_AT, _SEQUENCE_AT, _FLAGS_AT, _SIDECAR_AT = 16, 8, 12, 2048
@@ -63,12 +68,13 @@ def initialise(page: mmap.mmap) -> None:
 class FrameBlock:
     """Writes the frame block at `path`. Only one thread may use it at a time.
 
-    :param target_frame_ms: the time in milliseconds that the host wants a frame to take.
-    :raises BadArgument: there is no frame block at `path`.
+    :param target_frame_ms: the time in milliseconds that the host wants a frame to take, from 0.1 to 10,000.
+    :raises BadArgument: there is no frame block at `path`, or `target_frame_ms` is out of range.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, target_frame_ms: float = 1000 / 60) -> None:
         self.path = os.fspath(path)
+        self.target_frame_ms = target_frame_ms
         try:
             with open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), PAGE_BYTES)
@@ -82,7 +88,6 @@ class FrameBlock:
             self._page, _HOST_AT
         )
         self._flags = 0
-        self.target_frame_ms = target_frame_ms
 
     def __enter__(self) -> FrameBlock:
         return self
@@ -91,6 +96,16 @@ class FrameBlock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def target_frame_ms(self) -> float:
+        """As the parameter. It may be set; :class:`BadArgument` is raised if it is out of range."""
+        return self._target_frame_ms
+
+    @target_frame_ms.setter
+    def target_frame_ms(self, target_frame_ms: float) -> None:
+        self._target = _nanoseconds("target_frame_ms", target_frame_ms, LEAST_FRAME_MS)
+        self._target_frame_ms = target_frame_ms
 
     def begin(self) -> None:
         """Call it when a frame begins. The time since the last call is the time of the last frame."""
@@ -103,9 +118,12 @@ class FrameBlock:
         self._write()
 
     def end(self, *, gpu_busy_ms: float) -> None:
-        """Reports how long the frame has kept the GPU busy, in milliseconds. The sidecar expects the same of the next
-        frames."""
-        self._busy = max(0, int(gpu_busy_ms * 1e6))
+        """Reports how long the frame has kept the GPU busy. The sidecar expects the same of the next frames.
+
+        :param gpu_busy_ms: milliseconds, from 0 to 10,000.
+        :raises BadArgument: it is out of range.
+        """
+        self._busy = _nanoseconds("gpu_busy_ms", gpu_busy_ms, 0.0)
 
     def idle(self) -> None:
         """Call it when no frames are drawn until the next :meth:`begin`. The sidecar may then use the whole GPU."""
@@ -118,7 +136,12 @@ class FrameBlock:
 
         :param vram_budget_bytes: the budget in bytes.
         :returns: the generation of this budget, which :attr:`answer` will have.
+        :raises BadArgument: it is not an integer from 0 to 2^53 - 1.
         """
+        if not (isinstance(vram_budget_bytes, int) and 0 <= vram_budget_bytes <= MAX_BUDGET_BYTES):
+            raise BadArgument(
+                f"vram_budget_bytes must be an integer from 0 to {MAX_BUDGET_BYTES}", field="vram_budget_bytes"
+            )
         self._generation += 1
         self._budget = vram_budget_bytes
         self._write()
@@ -134,18 +157,19 @@ class FrameBlock:
 
     def _write(self) -> None:
         page = self._page
+        times = self._start, self._target, self._time, self._busy
+        host = _HOST.pack(self._frame, *times, self._generation, self._budget)
         struct.pack_into("<I", page, _SEQUENCE_AT, (self._sequence + 1) & 0xFFFFFFFF)
         struct.pack_into("<I", page, _FLAGS_AT, self._flags)
-        _HOST.pack_into(
-            page,
-            _HOST_AT,
-            self._frame,
-            self._start,
-            int(self.target_frame_ms * 1e6),
-            self._time,
-            self._busy,
-            self._generation,
-            self._budget,
-        )
+        page[_HOST_AT : _HOST_AT + _HOST.size] = host
         self._sequence = (self._sequence + 2) & 0xFFFFFFFF
         struct.pack_into("<I", page, _SEQUENCE_AT, self._sequence)
+
+
+def _nanoseconds(name: str, ms: float, least: float) -> int:
+    """
+    :raises BadArgument: `ms` is not a number from `least` to :data:`MOST_MS`. NaN is not either.
+    """
+    if not (isinstance(ms, numbers.Real) and least <= ms <= MOST_MS):
+        raise BadArgument(f"{name} must be a number from {least:g} to {MOST_MS:g}", field=name)
+    return int(ms * 1e6)
