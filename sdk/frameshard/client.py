@@ -1111,13 +1111,18 @@ class ClientScope:
                     )
             except OSError as error:
                 raise EngineDied(f"the sidecar cannot be started with {command[0]}: {error.strerror}") from None
-            output = bytearray()
+            line, output, status, failure = b"", bytearray(), None, None
             async with anyio.create_task_group() as group:
                 group.start_soon(_copy_words, self._sidecar, log, output)
-                line = await _ready_line(self._sidecar, wire_launch.config_line(config), self.on_loading)
-                status = None if line.endswith(b"\n") else await _status(self._sidecar)
+                try:
+                    line = await _ready_line(self._sidecar, wire_launch.config_line(config), self.on_loading)
+                    status = None if line.endswith(b"\n") else await _status(self._sidecar)
+                except Exception as error:  # raised behind the group, which would wrap it in an exception group
+                    failure = error
                 if status is None:
                     group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
         if status is not None:
             last = output.decode(errors="replace").strip()
             raise EngineDied(

@@ -20,7 +20,7 @@ from frameshard.broker import endpoint as places
 from frameshard.broker.listener import Listener
 from frameshard.testing import fake_engine
 from frameshard.wire import launch as wire_launch
-from sidecars import directory_of, in_trio, launch
+from sidecars import directory_of, in_both, in_trio, launch
 
 DEPENDENCIES = ("llama_cpp", "msgpack", "numpy", "pynvml", "trio", "zmq")
 
@@ -140,6 +140,27 @@ async def test_a_sidecar_that_does_not_start_says_why(tmp_path: Path, monkeypatc
         with pytest.raises(errors.EngineDied, match="no python: No such file or directory"):
             async with launch():
                 pass
+
+
+@in_both
+async def test_a_launch_raises_what_its_callback_raises() -> None:
+    def fail(_loading: frameshard.Loading) -> None:
+        raise ZeroDivisionError("a progress bar")
+
+    with pytest.raises(ZeroDivisionError, match="a progress bar"):
+        async with launch(engine=fake_engine(loading=3), on_loading=fail):
+            pass
+
+
+@in_both
+async def test_a_launch_says_what_else_has_written_to_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello from here')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(errors.FrameshardError, match=r"'hello from here'.*sitecustomize"):
+        async with launch():
+            pass
 
 
 @in_trio

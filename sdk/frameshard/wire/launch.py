@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 KvType = Literal["f16", "q8_0", "q4_0"]
 MAX_HTTP_KEY = 256
+MAX_QUOTED = 200
+"""The most characters of a line that an error repeats."""
+
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 
 _IPC = re.compile(r"ipc:///[^\x00-\x1f\x7f\ud800-\udfff]*[^\x00-\x1f\x7f\ud800-\udfff/]")
@@ -398,9 +401,10 @@ def loading_line(loading: messages.Loading) -> bytes:
 def parse_loading(line: bytes) -> messages.Loading | None:
     """The progress in a line from :func:`loading_line`; None if it is another line.
 
-    :raises BadArgument: not a JSON object with the fields of :class:`frameshard.wire.messages.Loading`.
+    :raises FrameshardError: no sidecar has written this line.
+    :raises BadArgument: it has not the fields of :class:`frameshard.wire.messages.Loading`.
     """
-    fields = _parse(line)
+    fields = _parse_answer(line)
     return _make(messages.Loading, fields["loading"], strict=False) if "loading" in fields else None
 
 
@@ -411,9 +415,10 @@ def error_line(error: FrameshardError) -> bytes:
 
 def parse_ready(line: bytes) -> ConnectInfo:
     """
-    :raises FrameshardError: the error that the sidecar reports, or :class:`BadArgument`.
+    :raises FrameshardError: the error that the sidecar reports; or no sidecar has written this line.
+    :raises BadArgument: it has not the fields of :class:`ConnectInfo`.
     """
-    fields = _parse(line)
+    fields = _parse_answer(line)
     if isinstance(fields.get("error"), Mapping):
         raise from_wire(fields["error"])
     return parse_info(json.dumps(fields.get("ready")))
@@ -425,6 +430,17 @@ def parse_info(text: str | bytes) -> ConnectInfo:
     :raises BadArgument: not a JSON object with the fields of :class:`ConnectInfo`.
     """
     return _make(ConnectInfo, _parse(text), strict=False)
+
+
+def _parse_answer(line: bytes) -> dict[str, Any]:
+    try:
+        return _parse(line)
+    except BadArgument:
+        written = line.decode(errors="replace").strip()[:MAX_QUOTED]
+        raise FrameshardError(
+            f"the sidecar's answer is not understood: {written!r}. Nothing else may write to its standard output, such"
+            " as a sitecustomize module of its Python"
+        ) from None
 
 
 def _parse(text: str | bytes) -> dict[str, Any]:
