@@ -20,7 +20,15 @@ import anyio
 
 from frameshard.arbiter import Arbiter, BudgetStep, PoolNeeds, SidecarNeeds, useful_budget
 from frameshard.client import BudgetChange, Client
-from frameshard.errors import BadArgument, BudgetBelowFloor, DeadlineMissed, EngineDied, FrameshardError, below_floor
+from frameshard.errors import (
+    BadArgument,
+    BudgetBelowFloor,
+    DeadlineMissed,
+    EngineDied,
+    FrameshardError,
+    Unsupported,
+    below_floor,
+)
 from frameshard.inbox import EndOfChannel, WouldBlock
 from frameshard.wire.messages import Budget, Notice
 
@@ -84,6 +92,8 @@ class Deal:
         :raises Unsupported: the model runs on the CPU, without a shard device.
         """
         budget = await client.budget()
+        if not budget.full_bytes:
+            raise Unsupported("the model runs on the CPU: there is no VRAM to divide")
         grant = await _free_for_both(client, budget, 0) if grant_bytes is None else grant_bytes
         if grant < budget.floor_bytes:
             raise below_floor(grant, budget.floor_bytes)

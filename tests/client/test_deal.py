@@ -90,6 +90,14 @@ async def test_wrong_beginnings_are_typed() -> None:
         assert (await client.budget()).vram_budget_bytes == 100 * MIB == deal.arbiter.budget_bytes
 
 
+@in_trio
+async def test_there_is_no_deal_with_a_model_on_the_cpu(model_path: Path) -> None:
+    async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1, n_threads=1) as client:
+        for grant_bytes in (None, 1 << 30):
+            with pytest.raises(errors.Unsupported, match="no VRAM to divide"):
+                await frameshard.Deal.begin(client, grant_bytes=grant_bytes)
+
+
 @in_both
 async def test_the_end_of_the_sidecar_ends_the_run() -> None:
     async with launch(vram_budget_mb=64) as client:
