@@ -185,6 +185,13 @@ async def test_a_script_limits_host_memory(own_shallow_model: Path, tmp_path: Pa
     assert "host, MiB" in (tmp_path / "maps.svg").read_text()
 
 
+def test_a_recording_without_a_lease_is_drawn(tmp_path: Path) -> None:
+    samples = [Sample(0.0, 0.5, MIB, MIB, None, 9.0, None)]
+    recording = Recording("talk", 16 * MIB, 64 * MIB, samples=samples, seconds=1.0)
+    plot.draw([recording], str(tmp_path / "talk.svg"))
+    assert "lease" in (tmp_path / "talk.svg").read_text()
+
+
 @in_trio
 async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_nothing(shallow_model: Path) -> None:
     events = (

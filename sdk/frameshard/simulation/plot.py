@@ -64,20 +64,25 @@ def _draw_row(figure: Any, recordings: Sequence[Recording]) -> Any:
     return grid
 
 
+def _to_the_end(recording: Recording, values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The times of the changes of the lease and these `values` of them. The last one holds to the end."""
+    ends = [recording.seconds] if recording.changes else []
+    return [*(change.at for change in recording.changes), *ends], [*values, *values[-1:]]
+
+
 def _vram(axes: Any, recording: Recording) -> None:
     samples, changes = recording.samples, recording.changes
     at = [sample.until for sample in samples]
     axes.set_title(recording.trace, fontsize=10, color=INK)
-    asked_at = [change.at for change in changes]
-    asked = [change.budget_bytes / MIB for change in changes]
-    axes.step([*asked_at, recording.seconds], [*asked, *asked[-1:]], where="post", color=ASKED, lw=1.4, label="lease")
+    asked_at, asked = _to_the_end(recording, [change.budget_bytes / MIB for change in changes])
+    axes.step(asked_at, asked, where="post", color=ASKED, lw=1.4, label="lease")
     axes.plot(at, [sample.used_bytes / MIB for sample in samples], color=HELD, lw=1.2, label="held")
     resident = [sample.resident_bytes / MIB for sample in samples]
     axes.fill_between(at, resident, color=RESIDENT, alpha=0.35, lw=0, label="weights resident")
     before = "active"
-    for change, after in zip(changes, [*changes[1:], None], strict=True):
+    for change, until in zip(changes, asked_at[1:], strict=True):
         if change.state != "active":
-            axes.axvspan(change.at, after.at if after else recording.seconds, color=INK, alpha=0.08, lw=0)
+            axes.axvspan(change.at, until, color=INK, alpha=0.08, lw=0)
         if change.state not in ("active", before):
             axes.text(change.at, axes.get_ylim()[1] * 0.98, f" {change.state}", fontsize=7, color=INK, va="top")
         before = change.state
@@ -87,8 +92,7 @@ def _vram(axes: Any, recording: Recording) -> None:
 def _host(axes: Any, recording: Recording) -> None:
     samples = recording.samples
     limits = [change.host_budget_bytes / MIB or math.nan for change in recording.changes]  # no line where there is none
-    asked_at = [change.at for change in recording.changes]
-    axes.step([*asked_at, recording.seconds], [*limits, *limits[-1:]], where="post", color=ASKED, lw=1.4)
+    axes.step(*_to_the_end(recording, limits), where="post", color=ASKED, lw=1.4)
     axes.plot(
         [sample.until for sample in samples], [sample.host_used_bytes / MIB for sample in samples], color=HELD, lw=1.2
     )
