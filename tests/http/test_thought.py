@@ -106,10 +106,13 @@ def test_texts_are_embedded(http: Server, place: Path) -> None:
     assert one["usage"]["prompt_tokens"] == 5
     many = http.ask("POST", "/v1/embeddings", {"input": ["a"] * 65}).json
     assert (len(many["data"]), many["usage"]["total_tokens"]) == (65, 3 * 65)  # two requests of the sidecar
+    long = ["a" + " " * 18_000] * 64  # more than one message can carry
+    many = http.ask("POST", "/v1/embeddings", {"input": long}).json
+    assert (len(many["data"]), many["usage"]["total_tokens"]) == (64, 3 * 64)
     for wrong in ([], "", ["a", ""], [1, 2], [[1]], 7, ["a"] * 2049):
         refused = http.ask("POST", "/v1/embeddings", {"input": wrong})
         assert (refused.status, refused.error["param"]) == (400, "input"), wrong
     assert http.ask("POST", "/v1/embeddings", {"input": "a", "dimensions": 8}).error["param"] == "dimensions"
     assert http.ask("POST", "/v1/embeddings", {"input": "a", "encoding_format": "x"}).status == 400
-    long = http.ask("POST", "/v1/embeddings", {"input": "word " * 600})
-    assert (long.error["code"], long.error["param"]) == ("context_length_exceeded", "input")
+    refused = http.ask("POST", "/v1/embeddings", {"input": "word " * 600})
+    assert (refused.error["code"], refused.error["param"]) == ("context_length_exceeded", "input")

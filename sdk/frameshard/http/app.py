@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import trio
@@ -24,9 +24,13 @@ from frameshard.http import answer, metrics, request
 from frameshard.http.exchange import Exchanges
 from frameshard.http.guard import Access, Guard
 from frameshard.http.refusal import Refusal, bad, of_error
+from frameshard.wire import codec
 from frameshard.wire import messages as m
 
 LEASE_TERMS = frozenset({"vram_budget_mb", "timeout_s", "state", "floor_mb", "version", "reason", "host_budget_mb"})
+MAX_EMBED_BYTES = codec.CLIENT.frame - 4096
+"""The most bytes of texts in one message. The rest of the frame is for its other fields and the texts' lengths."""
+
 CORS_HEADERS = ("authorization", "content-type", request.CONVERSATION_HEADER, request.PRIORITY_HEADER)
 
 
@@ -194,8 +198,8 @@ class Pages:
         asked = request.read_embeddings(request.parse(await http.body()))
         rows, n_tokens = [], 0
         try:
-            for begin in range(0, len(asked.texts), m.MAX_TEXTS):
-                some, n_read = await self._client.embed_counted(asked.texts[begin : begin + m.MAX_TEXTS])
+            for texts in _by_message(asked.texts):
+                some, n_read = await self._client.embed_counted(texts)
                 rows += list(some)
                 n_tokens += n_read
         except ContextOverflow as error:
@@ -233,6 +237,18 @@ class Pages:
             await self._client.set_budget(**_terms(request.parse(await http.body())), observe=False)
         budget = dataclasses.asdict(await self._client.budget())
         return JSONResponse({name: value for name, value in budget.items() if name not in ("id", "epoch")})
+
+
+def _by_message(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The texts in groups that each fit into one message to the sidecar."""
+    begin, n_bytes = 0, 0
+    for at, text in enumerate(texts):
+        n_text = len(text.encode())
+        if at - begin == m.MAX_TEXTS or (at > begin and n_bytes + n_text > MAX_EMBED_BYTES):
+            yield texts[begin:at]
+            begin, n_bytes = at, 0
+        n_bytes += n_text
+    yield texts[begin:]
 
 
 def _described(name: str) -> dict[str, object]:
