@@ -974,8 +974,9 @@ async def _ready_line(sidecar: anyio.abc.Process, config: bytes, on_loading: OnL
     assert sidecar.stdin is not None
     assert sidecar.stdout is not None
     said = b""
-    with contextlib.suppress(anyio.BrokenResourceError, anyio.EndOfStream):
+    with contextlib.suppress(anyio.BrokenResourceError):  # it reads no further; what it has to say comes below
         await sidecar.stdin.send(config)
+    with contextlib.suppress(anyio.BrokenResourceError, anyio.EndOfStream):
         while len(said) < MAX_READY_LINE:
             while b"\n" in said:
                 line, _, said = said.partition(b"\n")

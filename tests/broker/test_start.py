@@ -227,6 +227,17 @@ def test_a_path_that_is_not_utf8_is_refused(option: str) -> None:
     assert refused.value.detail["field"] == option
 
 
+@in_both
+async def test_long_options_arrive(tmp_path: Path) -> None:
+    long = tmp_path.joinpath(*["\N{CJK UNIFIED IDEOGRAPH-6A21}" * 80] * 12)  # JSON takes six bytes for each character
+    with pytest.raises(errors.ModelNotFound):
+        async with launch(adapters={f"a{number}": long / str(number) for number in range(16)}):
+            pass
+    with pytest.raises(errors.BadArgument, match="longer than 1048576 bytes"):
+        async with launch(engine=("x" * 60_000,) * 20):
+            pass
+
+
 def broker(config: dict[str, Any], **environment: str) -> tuple[int, dict[str, Any]]:
     """The exit status and the error of a sidecar that cannot start."""
     done = subprocess.run(

@@ -25,7 +25,9 @@ from frameshard.broker.process import serve
 from frameshard.errors import BadArgument, FrameshardError, internal
 from frameshard.wire import launch, messages
 
-MAX_LINE = 1 << 16
+MAX_LINE = 1 << 20
+"""Bytes of the line of JSON. 16 adapters with the longest paths take a fifth of it if each character is escaped."""
+
 EXIT_ERROR = 3
 
 
@@ -74,14 +76,16 @@ def main() -> int:
 
 
 def _read_line(fd: int) -> bytes:
-    line = b""
+    line = bytearray()
     while not line.endswith(b"\n"):
+        if len(line) >= MAX_LINE:
+            raise BadArgument(f"the line of JSON on standard input is longer than {MAX_LINE} bytes: shorten options")
         # One byte at a time, so that nothing after the line is read: _watch_host reads the rest of this pipe.
         byte = os.read(fd, 1)
-        if not byte or len(line) >= MAX_LINE:
+        if not byte:
             raise BadArgument("standard input must begin with one line of JSON")
         line += byte
-    return line
+    return bytes(line)
 
 
 if __name__ == "__main__":
