@@ -91,7 +91,7 @@ class Arbiter:
     """Divides a grant. Call :meth:`decide` in each frame, and :meth:`released` or :meth:`refused` when the sidecar has
     answered a step.
 
-    :param budget_bytes: the sidecar's budget at the start; at most so much it holds.
+    :param budget_bytes: the sidecar's budget at the start; the sidecar holds no more than this.
     :param step_bytes: the sidecar's budgets are multiples of this. It is the least growth.
     :param dwell_s: the sidecar grows into room that has been there for so many seconds.
     :param may_park: if the pool wants more than what the sidecar's floor leaves, park the sidecar. Else the sidecar

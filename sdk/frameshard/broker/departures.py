@@ -40,7 +40,7 @@ class Departures:
         return bool(self.model) and fallback.may_go(request)
 
     def stays(self, job: Job) -> bool:
-        """A job that waits takes the next free slot of the engine. Otherwise it goes to the server."""
+        """True if a waiting job is for the engine's next free slot; false if it is for the fallback server."""
         return not job.may_go or (self.room and not job.away.recalled)
 
     def time(self, job: Job) -> float:

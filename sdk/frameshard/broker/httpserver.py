@@ -29,7 +29,7 @@ logger = logging.getLogger("frameshard.broker")
 PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 WELL_S = 60.0
-"""After a process that has run for so long the pause is the first one again."""
+"""If a process has run for at least this many seconds, the next pause is `PAUSE_S` again."""
 
 END_S = 1.0
 """Seconds that the process has for its end. After that it is killed."""

@@ -36,7 +36,7 @@ TOTAL_S = 600.0
 """An attempt fails after so many seconds, whatever the server sends."""
 
 LINGER_S = 5.0
-"""So long the count of tokens is waited for after the text is complete."""
+"""When the text is complete, the number of tokens is awaited for at most this many seconds."""
 
 REFUSED = (400, 405, 413, 415, 422, 501)
 """Statuses that the same request would have again."""

@@ -43,8 +43,8 @@ BACKOFF_S = 0.25
 MAX_BACKOFF_S = 1.0
 
 WAKE_AFTER = 5
-"""A client's request ends a pause only after this number times `off_pause_s`. Otherwise clients could make the broker
-load the model again and again."""
+"""A client's request can end a pause only after `WAKE_AFTER * off_pause_s` seconds of it. Otherwise clients could make
+the broker load the model again and again."""
 
 MAX_BACKLOG = 4096
 """If so many commands wait, the engine does not read them any more, and is killed."""

@@ -28,8 +28,9 @@ from frameshard.wire import messages as m
 
 MAX_ANSWERS = 256
 MAX_ANSWERS_BYTES = 1 << 20
-"""If a client sends requests and does not read, so many answers are kept for it whatever their size, and more of them
-up to so many bytes. A program may send thousands of requests at once before it reads the first answer."""
+"""If a client sends requests and does not read, `MAX_ANSWERS` answers are kept for it, whatever their size. Further
+ones are kept until all together take `MAX_ANSWERS_BYTES`. A program may send thousands of requests at once before it
+reads the first answer."""
 
 MAX_NOTICES = 64
 """Notices are dropped while so many answers wait."""
