@@ -1,11 +1,14 @@
-/* Tests a session of the C client with a newer sidecar, which sends fields, messages and words that this version does
- * not know. The test makes the frames itself, without a socket. */
+/* Tests a session of the C client: with a newer sidecar, which sends fields, messages and words that this version does
+ * not know, and with conversations that grow beyond a frame and beyond the context. The test makes the frames itself,
+ * without a socket. */
 #include <cstdio>
 
 #include "session.h"
 
 using frameshard_core::Event;
+using frameshard_core::Exchange;
 using frameshard_core::json;
+using frameshard_core::Save;
 using frameshard_core::Session;
 
 namespace {
@@ -88,9 +91,71 @@ json of_job(const char *name, int64_t seq, json more = json::object()) {
     return message;
 }
 
+/* Opens a session that is ready, and forgets what it sent for that. */
+void begin(Session &session) {
+    session.greet(5);
+    hear(session, welcome());
+    taken(session);
+    sent(session);
+}
+
+/* A conversation of `n` short exchanges. */
+Save short_exchanges(size_t n) {
+    Save save;
+    save.system = "Be kind.";
+    for (size_t i = 0; i < n; ++i) {
+        save.exchanges.push_back({"question " + std::to_string(i), "answer", json::array()});
+    }
+    return save;
+}
+
+/* A message of an assistant with `n` calls of tools, as saves have it. */
+json with_calls(size_t n) {
+    json calls = json::array();
+    for (size_t i = 0; i < n; ++i) {
+        calls.push_back({{"id", "call" + std::to_string(i)}, {"name", "price"}, {"arguments", "{}"}});
+    }
+    return {{"role", "assistant"}, {"content", ""}, {"tool_call_id", ""}, {"tool_calls", calls}};
+}
+
+/* Prompts of more elements than a frame may have. A sidecar cannot read such a frame, so it cannot say which job it
+ * refuses. */
+void more_than_a_frame() {
+    Session session("growth");
+    begin(session);
+    Save save = short_exchanges(510);
+    save.exchanges.push_back({"What is ale?", "", json::array({with_calls(2)})});
+    session.load("mira", std::move(save));
+    session.answer_calls({{"call0", "2 gold"}, {"call1", "3 gold"}}, "mira", {{"kind", "chat"}});
+    std::vector<json> frames = sent(session);
+    const json &told = frames.at(0)["messages"];
+    check("a prompt with results has as much history as fits", told.size() == 1023 && told[0]["role"] == "system" &&
+                                                                   told[1]["content"] == "question 1" &&
+                                                                   told.back()["content"] == "3 gold");
+
+    json messages = json::array({{{"role", "user"}, {"content", "x"}}}), calls = with_calls(16);
+    messages.insert(messages.end(), 250, calls);
+    check("a request of too many elements is none", !frameshard_core::fits_frame({{"messages", messages}}));
+    uint64_t job = session.submit({{"kind", "chat"}, {"messages", messages}});
+    std::vector<Event> events = taken(session);
+    check("a job of too many elements fails at once",
+          sent(session).empty() && events.size() == 1 && events[0].fields.type == FS_EVENT_FAILED &&
+              events[0].fields.job == job && events[0].fields.status == FS_BAD_ARGUMENT);
+    messages.erase(messages.begin() + 200, messages.end());
+    session.submit({{"kind", "chat"}, {"messages", messages}});
+    check("one of as many as fit is sent", sent(session).size() == 1);
+    messages = json::array();
+    messages.insert(messages.end(), 1025, json{{"role", "user"}, {"content", "x"}});
+    check("a long array is no request", !frameshard_core::fits_frame({{"messages", messages}}));
+    messages.erase(messages.begin());
+    check("one of 1024 elements is", frameshard_core::fits_frame({{"messages", messages}}));
+}
+
 } // namespace
 
 int main() {
+    more_than_a_frame();
+
     Session session("growth");
     session.greet(5);
     sent(session);

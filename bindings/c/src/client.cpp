@@ -370,7 +370,7 @@ std::string absolute(const char *path) {
 
 void ask_for(fs_client &client, json fields, uint64_t *request) {
     if (!frameshard_core::fits_frame(fields)) {
-        refuse(FS_BAD_ARGUMENT, "the request is longer than a frame may be");
+        refuse(FS_BAD_ARGUMENT, "the request has more bytes or elements than a frame may have");
     }
     give(request, client.session.request(std::move(fields)));
     client.flush();
@@ -840,7 +840,7 @@ fs_status fs_save(fs_client *client, const char *conversation, const void **data
         }
         need_model(*client);
         Save save = client->session.saved(text_of("conversation", conversation, 1, kMaxName));
-        auto first = save.exchanges.begin() + std::ptrdiff_t(first_that_fits(save.exchanges, save.system.size()));
+        auto first = save.exchanges.begin() + std::ptrdiff_t(first_that_fits(save.exchanges, save.system.size(), 0));
         save.exchanges.erase(save.exchanges.begin(), first);
         client->save = frameshard_core::write_save(save);
         *data = client->save.data();

@@ -10,7 +10,7 @@
 namespace frameshard_core {
 namespace {
 
-constexpr size_t kNumbersBytes = 64; // of `id` and `epoch`, at most
+constexpr size_t kNumbers = 2, kNumbersBytes = 64; // entries and bytes of `id` and `epoch`, at most
 constexpr uint32_t kMaxArray = 1024, kMaxMap = 64, kMaxElements = 16384;
 constexpr size_t kMaxDepth = 8;
 
@@ -554,6 +554,17 @@ template <class Packer> void write(Packer &packer, const json &value) {
     }
 }
 
+/* Adds the elements and entries in `value` to *elements. Returns false if they are more than a frame, an array or a map
+ * may have. */
+bool count_elements(const json &value, size_t *elements) {
+    if (!value.is_structured()) {
+        return true;
+    }
+    *elements += value.size();
+    return value.size() <= (value.is_array() ? kMaxArray : kMaxMap) && *elements <= kMaxElements &&
+           std::all_of(value.begin(), value.end(), [&](const json &item) { return count_elements(item, elements); });
+}
+
 /* The output stream for msgpack::packer, which needs write(). */
 struct Sink {
     std::string bytes;
@@ -621,7 +632,10 @@ std::string encode(const json &message) {
     return std::move(sink.bytes);
 }
 
-bool fits_frame(const json &fields) { return encode(fields).size() <= kMaxFrame - kNumbersBytes; }
+bool fits_frame(const json &fields) {
+    size_t elements = kNumbers;
+    return count_elements(fields, &elements) && encode(fields).size() <= kMaxFrame - kNumbersBytes;
+}
 
 bool is_text(const json &value, double least, double most) {
     if (!value.is_string()) {

@@ -31,7 +31,7 @@ bool decode_answer(const char *data, size_t size, json *message, std::string *wh
 /* Encodes a message. The message must keep the protocol's rules. */
 std::string encode(const json &message);
 
-/* True if a request with these fields fits into a frame, beside `id` and `epoch`. */
+/* True if a request with these fields fits into a frame, beside `id` and `epoch`: its bytes, and its elements. */
 bool fits_frame(const json &fields);
 
 /* True if `value` is a text of `least` to `most` bytes. */

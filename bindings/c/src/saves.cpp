@@ -13,7 +13,7 @@ constexpr char kMagic[] = {'F', 'S', 'S', 'V'};
 constexpr uint32_t kFormat = 2;          // of a save with steps; one without has format 1
 constexpr size_t kHead = 8, kStart = 12; // the checksum stands between
 constexpr size_t kMaxFingerprint = 64, kMaxWriter = 64;
-constexpr size_t kMaxMessages = 1020;
+constexpr size_t kMaxMessages = 1020, kMaxPromptMessages = 1023; // of a history; of a prompt beside its system message
 constexpr size_t kMaxTextBytes = kMaxFrame - 2 * kMaxString;
 constexpr size_t kRecordBytes = 64; // of a frame, for names and lengths around the texts of an exchange, step or call
 constexpr size_t kMaxId = 64, kMaxCalls = 16;
@@ -192,13 +192,13 @@ Save read_save(const void *data, size_t size) {
     return save;
 }
 
-size_t first_that_fits(const std::deque<Exchange> &exchanges, size_t other_bytes) {
+size_t first_that_fits(const std::deque<Exchange> &exchanges, size_t other_bytes, size_t other_messages) {
     size_t first = exchanges.size(), bytes = other_bytes, messages = 0;
     while (first > 0) {
         const Exchange &exchange = exchanges[first - 1];
         bytes += exchange.bytes();
         messages += 2 + exchange.steps.size();
-        if (bytes > kMaxTextBytes || messages > kMaxMessages) {
+        if (bytes > kMaxTextBytes || messages > kMaxMessages || messages + other_messages > kMaxPromptMessages) {
             break;
         }
         --first;

@@ -34,9 +34,9 @@ std::string write_save(const Save &save);
 /* Throws Refused with FS_BAD_SAVE if the bytes are no save, are damaged or too large, or have a newer format. */
 Save read_save(const void *data, size_t size);
 
-/* Returns the index of the first of the newest exchanges that fit into one message beside `other_bytes` of texts and
- * options. */
-size_t first_that_fits(const std::deque<Exchange> &exchanges, size_t other_bytes);
+/* Returns the index of the first of the newest exchanges that fit into one frame beside `other_bytes` of texts and
+ * options, and beside a system message and `other_messages`. */
+size_t first_that_fits(const std::deque<Exchange> &exchanges, size_t other_bytes, size_t other_messages);
 
 } // namespace frameshard_core
 

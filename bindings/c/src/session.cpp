@@ -230,7 +230,7 @@ void Session::advance(const std::string &conversation) {
     }
 }
 
-/* Submits a job, or ends it if it is longer than a frame may be. A job of fs_ask gets the history of its conversation. */
+/* Submits a job, or ends it if it does not fit into a frame. A job of fs_ask gets the history of its conversation. */
 void Session::open(uint64_t number) {
     Job &job = jobs_.at(number);
     if (job.turn) {
@@ -244,7 +244,7 @@ void Session::open(uint64_t number) {
         // Adds as much history as fits into a frame. If it does not fit into the context, job_event() shortens it.
         job.fields.erase("messages"); // of the job that did not fit
         size_t others = encode(job.fields).size() + system.size() + Exchange{job.question, "", job.steps}.bytes();
-        size_t first = first_that_fits(said.exchanges, others);
+        size_t first = first_that_fits(said.exchanges, others, 1 + job.steps.size());
         job.dropped = job.forgotten + first;
         for (; first < said.exchanges.size(); ++first) {
             said.exchanges[first].add_to(&told);
@@ -261,7 +261,7 @@ void Session::open(uint64_t number) {
     fields["job"] = ++wires_;
     if (!fits_frame(fields)) {
         end_job(number, FS_EVENT_FAILED,
-                {FS_BAD_ARGUMENT, "the prompt and its options are longer than a frame may be"});
+                {FS_BAD_ARGUMENT, "the prompt and its options have more bytes or elements than a frame may have"});
         return;
     }
     job.wire = wires_;
