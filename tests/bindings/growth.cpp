@@ -151,10 +151,97 @@ void more_than_a_frame() {
     check("one of 1024 elements is", frameshard_core::fits_frame({{"messages", messages}}));
 }
 
+json error_of(int code) {
+    return {{"code", code}, {"name", "e"}, {"message", "no"}, {"retriable", false}, {"detail", json::object()}};
+}
+
+/* Asks in a conversation of `n` exchanges, with window 1. Returns the number of the job. */
+uint64_t ask_after(Session &session, size_t n) {
+    begin(session);
+    session.load("mira", short_exchanges(n));
+    uint64_t job = session.ask("How are you?", "mira", nullptr, {{"kind", "chat"}, {"window", 1}});
+    sent(session);
+    return job;
+}
+
+json of_wire(int64_t wire, const char *name, int64_t seq, json more = json::object()) {
+    json message = of_job(name, seq, std::move(more));
+    message["job"] = wire;
+    return message;
+}
+
+json overflow(int64_t wire, int64_t seq) {
+    return of_wire(wire, "failed", seq, {{"error", error_of(FS_CONTEXT_OVERFLOW)}});
+}
+
+/* The question of a job that was submitted again has so many messages before it; -1: no job was submitted. */
+int64_t history_of(const std::vector<json> &frames) {
+    int64_t n = -1;
+    for (const json &frame : frames) {
+        n = frame["t"] == "submit" ? int64_t(frame["messages"].size()) - 1 : n;
+    }
+    return n;
+}
+
+/* A question that does not fit into the context with all of its history. */
+void more_than_the_context() {
+    Session session("growth");
+    uint64_t job = ask_after(session, 3);
+    hear(session, of_wire(1, "started", 0, {{"n_prompt", 9}}));
+    check("says that it started", taken(session).size() == 1 && credit(sent(session)) == 1);
+    hear(session, overflow(1, 1));
+    check("is submitted again with less history", history_of(sent(session)) == 5 && !session.has_event());
+    hear(session, of_wire(2, "started", 0, {{"n_prompt", 8}}));
+    check("does not wait for the program at a second start", credit(sent(session)) == 1 && !session.has_event());
+    hear(session, of_wire(2, "delta", 1, {{"text", "Well."}, {"tokens", 1}}));
+    taken(session);
+    hear(session,
+         of_wire(2, "done", 2,
+                 {{"reason", "stop"}, {"n_prompt", 8}, {"n_generated", 1}, {"prefill_s", 0}, {"decode_s", 1}}));
+    std::vector<Event> events = taken(session);
+    check("tells how much was dropped", events.size() == 1 && events[0].fields.n_dropped == 1);
+    std::deque<Exchange> kept = session.saved("mira").exchanges;
+    check("and the conversation has lost that",
+          kept.size() == 3 && kept[0].question == "question 1" && kept[2].answer == "Well.");
+
+    Session late("growth");
+    job = ask_after(late, 3);
+    check("is cancelled", late.cancel(job));
+    hear(late, overflow(1, 0));
+    events = taken(late);
+    check("is not submitted again when it was cancelled", history_of(sent(late)) == -1 && events.size() == 1 &&
+                                                              events[0].fields.type == FS_EVENT_CANCELLED &&
+                                                              events[0].fields.job == job);
+    check("ends once", !late.cancel(job) && late.saved("mira").exchanges.size() == 3);
+
+    Session longer("growth");
+    ask_after(longer, 2);
+    for (int64_t wire = 1; wire <= 3; ++wire) {
+        hear(longer, overflow(wire, 0));
+    }
+    events = taken(longer);
+    check("fails when it does not fit alone",
+          history_of(sent(longer)) == 1 && events.size() == 1 && events[0].fields.status == FS_CONTEXT_OVERFLOW);
+    check("and leaves the conversation as it was", longer.saved("mira").exchanges.size() == 2);
+
+    for (const char *first : {"delta", "thought", "tool_call"}) {
+        Session other("growth"); // a server may send a part before it fails
+        ask_after(other, 2);
+        json part = std::string(first) == "tool_call" ? json{{"call_id", "c"}, {"name", "price"}, {"arguments", "{}"}}
+                                                      : json{{"text", "We"}, {"tokens", 1}};
+        hear(other, of_wire(1, first, 0, part));
+        hear(other, overflow(1, 1));
+        events = taken(other);
+        check("is not submitted again once it has begun",
+              history_of(sent(other)) == -1 && events.size() == 2 && events[1].fields.type == FS_EVENT_FAILED);
+    }
+}
+
 } // namespace
 
 int main() {
     more_than_a_frame();
+    more_than_the_context();
 
     Session session("growth");
     session.greet(5);

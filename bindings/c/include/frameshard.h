@@ -529,7 +529,8 @@ typedef struct fs_chat_message {
 /* Starts a job that answers `text`, which has `text_length` bytes. With options->conversation, the prompt also contains
  * the earlier questions of the conversation and the parts of their answers that were polled. Questions of one
  * conversation are answered one after the other. When the context is full, its oldest questions and answers are
- * dropped; event.n_dropped tells how many. Sets *job to the number of the job. `options` and `job` may be NULL.
+ * dropped; event.n_dropped tells how many. A question that gets no answer drops none of them. Sets *job to the number of
+ * the job. `options` and `job` may be NULL.
  * Events of the job: FS_EVENT_STARTED, then FS_EVENT_TEXT any number of times, then exactly one of FS_EVENT_DONE,
  * FS_EVENT_FAILED and FS_EVENT_CANCELLED. FS_EVENT_THOUGHT, FS_EVENT_TOOL_CALL, FS_EVENT_PAUSED and FS_EVENT_RESUMED
  * may come in between. A job that ends early may have no FS_EVENT_STARTED.

@@ -244,8 +244,8 @@ void Session::open(uint64_t number) {
         // Adds as much history as fits into a frame. If it does not fit into the context, job_event() shortens it.
         job.fields.erase("messages"); // of the job that did not fit
         size_t others = encode(job.fields).size() + system.size() + Exchange{job.question, "", job.steps}.bytes();
-        size_t first = first_that_fits(said.exchanges, others, 1 + job.steps.size());
-        job.dropped = job.forgotten + first;
+        size_t first = std::max(first_that_fits(said.exchanges, others, 1 + job.steps.size()), job.forgotten);
+        job.dropped = first;
         for (; first < said.exchanges.size(); ++first) {
             said.exchanges[first].add_to(&told);
         }
@@ -281,6 +281,7 @@ bool Session::cancel(uint64_t number) {
         return true; // the program has not polled its last event yet
     }
     if (job.wire != 0) {
+        job.cancelled = true;
         request({{"t", "cancel"}, {"job", job.wire}});
         return true;
     }
@@ -603,15 +604,18 @@ void Session::job_event(const json &message) {
     }
     ++job.expected;
     job.asked_again = false;
-    const std::string &name = message["t"].get_ref<const std::string &>();
+    std::string name = message["t"];
     Error error;
     if (name == "failed") {
         error = error_of(message["error"]);
-        if (error.status == FS_CONTEXT_OVERFLOW && job.turn && job.answer.empty() && shorten(job)) {
-            grant(job, seq + 1);
-            by_wire_.erase(job.wire);
-            open(number);
-            return;
+        if (error.status == FS_CONTEXT_OVERFLOW && job.turn && !job.begun && shorten(job)) {
+            if (!job.cancelled) {
+                grant(job, seq + 1);
+                by_wire_.erase(job.wire);
+                open(number);
+                return;
+            }
+            name = "cancelled"; // the request came too late for this attempt, and there is no other
         }
     }
     if (name.empty()) {
@@ -619,9 +623,10 @@ void Session::job_event(const json &message) {
         return;
     }
     if (name == "started" && job.started) {
-        job.granted = seq + 1; // a question submitted again with less history starts twice; the program gets one event
+        pass_over(job, seq); // a question submitted again with less history starts twice; the program gets one event
         return;
     }
+    job.begun = job.begun || name == "delta" || name == "thought" || name == "tool_call";
     Event &event = put(name == "started"     ? FS_EVENT_STARTED
                        : name == "delta"     ? FS_EVENT_TEXT
                        : name == "tool_call" ? FS_EVENT_TOOL_CALL
@@ -698,13 +703,12 @@ void Session::credit(Job &job, uint64_t next) {
     }
 }
 
-/* Drops the oldest exchange of the job's conversation. Returns false if there is none. */
+/* Leaves one more exchange of the job's conversation out of its prompt. Returns false if none is in it. */
 bool Session::shorten(Job &job) {
-    if (job.conversation.empty() || conversations_[job.conversation].exchanges.empty()) {
+    if (job.conversation.empty() || job.dropped == conversations_[job.conversation].exchanges.size()) {
         return false;
     }
-    conversations_[job.conversation].exchanges.pop_front();
-    ++job.forgotten;
+    job.forgotten = job.dropped + 1;
     return true;
 }
 
@@ -844,12 +848,16 @@ Event Session::take() {
         by_wire_.erase(job.wire);
         std::string conversation = job.conversation;
         std::deque<Exchange> exchanges = spoken(job);
+        // A question without an answer leaves the conversation as it was.
+        size_t forgotten = job.taken > 0 || !job.calls.empty() ? job.forgotten : 0;
         jobs_.erase(found);
         auto said = conversations_.find(conversation);
         if (said != conversations_.end() && said->second.speaking == event.fields.job) {
             said->second.speaking = 0;
+            std::deque<Exchange> &kept = said->second.exchanges;
+            kept.erase(kept.begin(), kept.begin() + std::ptrdiff_t(forgotten));
             for (Exchange &exchange : exchanges) {
-                said->second.exchanges.push_back(std::move(exchange));
+                kept.push_back(std::move(exchange));
             }
             advance(conversation);
         }

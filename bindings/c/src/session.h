@@ -105,10 +105,12 @@ class Session {
         std::unique_ptr<std::string> system;
         uint64_t wire = 0; // number of the job in the protocol; 0: it waits for its conversation
         uint64_t expected = 0, granted = 0;
-        size_t taken = 0;                    // bytes of the answer that the program has taken
-        bool turn = false;                   // made by fs_ask
-        uint64_t forgotten = 0, dropped = 0; // exchanges that shorten() has removed, and those that the prompt lacks
-        bool accepted = false, asked_again = false, started = false, ended = false;
+        size_t taken = 0;     // bytes of the answer that the program has taken
+        bool turn = false;    // made by fs_ask
+        size_t dropped = 0;   // oldest exchanges that the prompt lacks
+        size_t forgotten = 0; // of them, those that the context has no room for; the conversation loses them
+        bool begun = false;   // something of the answer has come
+        bool accepted = false, asked_again = false, started = false, cancelled = false, ended = false;
     };
 
     struct Request {
