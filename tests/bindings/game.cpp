@@ -2,9 +2,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <map>
 #include <string>
 #include <thread>
+
+#ifndef _WIN32
+#include <sys/wait.h>
+#endif
 
 #include "frameshard_game.hpp"
 
@@ -58,6 +63,56 @@ struct Heard {
         return all;
     }
 };
+
+/* Closes a session with open requests. */
+void close_with_requests(const fs_launch_options &launch) {
+    Game game;
+    int counted = 0, embedded = 0;
+    auto refused = [](const fs_event &event) {
+        return event.type == FS_EVENT_REFUSED && event.status == FS_CANCELLED && event.request != 0 &&
+               std::string(event.text, event.text_length) == "the session was closed" && *event.detail == '\0';
+    };
+    game.launch(launch);
+    game.count_tokens("Hello!", [&](const fs_event &event) { counted += refused(event) ? 1 : 2; });
+    game.embed({"Hello!"}, [&](const fs_event &event) { embedded += refused(event) ? 1 : 2; });
+    check("leaves requests open", counted == 0 && embedded == 0);
+    game.close(0);
+    check("a close answers requests", counted == 1 && embedded == 1);
+}
+
+/* True if this program has started processes that it has not ended. */
+bool has_children() {
+#ifdef _WIN32
+    return false;
+#else
+    return waitpid(-1, nullptr, WNOHANG) != -1;
+#endif
+}
+
+/* Launches from callbacks of close(), which others call to launch. */
+void launch_in_callbacks(const fs_launch_options &launch, const fs_job_options &options) {
+    int ends = 0;
+    {
+        std::function<void()> begin; // outlives `game`, whose destructor closes
+        Game game;
+        begin = [&] {
+            Listener listener;
+            listener.on_end = [&](const Ending &) {
+                ++ends;
+                game.launch(launch);
+                begin();
+            };
+            check("asks in a callback", game.ask("Hello!", options, std::move(listener)) == FS_OK);
+        };
+        game.launch(launch);
+        begin();
+        check("launches once more", game.launch(launch) == FS_OK && game.client() != nullptr);
+        check("ends what the callback asked, too", ends == 2);
+        game.close(0);
+        check("a callback of close() may launch", ends == 3 && game.client() != nullptr);
+    }
+    check("leaves no sidecar behind", ends == 4 && !has_children());
+}
 
 } // namespace
 
@@ -170,5 +225,8 @@ int main(int argc, char **argv) {
     check("says why there is no sidecar", closed == FS_MODEL_NOT_FOUND && game.client() == nullptr);
     check("ends what was asked", fourth.ends == 1 && fourth.ending.status == FS_MODEL_NOT_FOUND);
     game.close(0); // before the listeners are destroyed
+
+    close_with_requests(launch);
+    launch_in_callbacks(launch, options);
     return failed != 0;
 }

@@ -81,7 +81,10 @@ struct BudgetResult {
 class Game {
   public:
     Game() = default;
-    ~Game() { close(0); }
+    ~Game() {
+        close(0);
+        fs_close(client_, 0); // a callback of close() may have launched another one
+    }
     Game(const Game &) = delete;
     Game &operator=(const Game &) = delete;
 
@@ -91,45 +94,18 @@ class Game {
     /* Called with FS_EVENT_NOTICE, FS_EVENT_ENGINE, and answers to requests made with client(). */
     std::function<void(const fs_event &)> on_event;
 
-    /* launch() and connect() close the open session first. They return at once; on_ready or on_closed follows. If they
-     * fail, fs_last_error returns the reason. */
+    /* launch() and connect() close the open session first, and also one that a callback launches then. They return at
+     * once; on_ready or on_closed follows. If they fail, fs_last_error returns the reason. */
     fs_status launch(const fs_launch_options &options) {
-        close(0);
-        return fs_launch(&options, &client_);
+        return open([&](fs_client **made) { return fs_launch(&options, made); });
     }
     fs_status connect(const char *connect_file, const char *client_name) {
-        close(0);
-        return fs_connect(connect_file, client_name, &client_);
+        return open([&](fs_client **made) { return fs_connect(connect_file, client_name, made); });
     }
 
-    /* Ends the session as fs_close does. Inside this call, unfinished answers end with FS_CANCELLED. */
-    void close(double timeout_s) {
-        fs_client *client = std::exchange(client_, nullptr);
-        if (client == nullptr) {
-            return;
-        }
-        fs_frame_block_close(std::exchange(frames_, nullptr));
-        ++closed_;
-        ready_ = false;
-        frame_request_ = 0;
-        auto answers = std::exchange(answers_, {});
-        auto leases = std::exchange(leases_, {});
-        askers_.clear();
-        for (auto &item : answers) {
-            item.second->ending.status = FS_CANCELLED;
-            item.second->ending.message = "the session was closed";
-            end(*item.second);
-        }
-        for (auto &item : leases) {
-            BudgetResult result;
-            result.status = FS_CANCELLED;
-            result.message = "the session was closed";
-            if (item.second.done) {
-                item.second.done(result);
-            }
-        }
-        fs_close(client, timeout_s);
-    }
+    /* Ends the session as fs_close does. Inside this call, unfinished answers, leases and requests end with
+     * FS_CANCELLED. */
+    void close(double timeout_s) { replace(nullptr, timeout_s); }
 
     /* NULL when closed. */
     fs_client *client() const { return client_; }
@@ -183,7 +159,7 @@ class Game {
     }
 
     /* Calls fs_count_tokens. If it returns FS_OK, `counted` is called once, with FS_EVENT_TOKEN_COUNT or
-     * FS_EVENT_REFUSED, unless the session is closed before. */
+     * FS_EVENT_REFUSED. */
     fs_status count_tokens(std::string_view prompt, std::function<void(const fs_event &)> counted) {
         return request(std::move(counted), [&](uint64_t *number) {
             return fs_count_tokens(client_, prompt.data(), int32_t(prompt.size()), number);
@@ -199,8 +175,7 @@ class Game {
         });
     }
 
-    /* Calls fs_embed. If it returns FS_OK, `embedded` is called once, with FS_EVENT_EMBEDDINGS or FS_EVENT_REFUSED,
-     * unless the session is closed before. */
+    /* Calls fs_embed. If it returns FS_OK, `embedded` is called once, with FS_EVENT_EMBEDDINGS or FS_EVENT_REFUSED. */
     fs_status embed(const std::vector<std::string> &texts, std::function<void(const fs_event &)> embedded) {
         std::vector<const char *> starts;
         std::vector<int32_t> lengths;
@@ -247,6 +222,8 @@ class Game {
     }
 
   private:
+    static constexpr const char *kClosed = "the session was closed";
+
     struct Answer {
         Listener listener;
         std::string sentence; // as far as it came
@@ -257,6 +234,58 @@ class Game {
         std::function<void(const fs_event &)> decided;
         std::function<void(const BudgetResult &)> done;
     };
+
+    template <class Open> fs_status open(Open open) {
+        close(0);
+        fs_client *made = nullptr;
+        fs_status status = open(&made);
+        replace(made, 0); // a callback of close() may have launched another one
+        return status;
+    }
+
+    /* Closes the session and goes on with another one, which its callbacks see already. `client` may be NULL. */
+    void replace(fs_client *client, double timeout_s) {
+        fs_client *old = std::exchange(client_, client);
+        if (old == nullptr) {
+            return;
+        }
+        fs_frame_block_close(std::exchange(frames_, nullptr));
+        ++closed_;
+        ready_ = false;
+        frame_request_ = 0;
+        auto answers = std::exchange(answers_, {});
+        auto leases = std::exchange(leases_, {});
+        auto askers = std::exchange(askers_, {});
+        for (auto &item : answers) {
+            item.second->ending.status = FS_CANCELLED;
+            item.second->ending.message = kClosed;
+            end(*item.second);
+        }
+        for (auto &item : leases) {
+            BudgetResult result;
+            result.status = FS_CANCELLED;
+            result.message = kClosed;
+            if (item.second.done) {
+                item.second.done(result);
+            }
+        }
+        for (auto &item : askers) {
+            item.second(refusal(item.first));
+        }
+        fs_close(old, timeout_s);
+    }
+
+    /* The answer to a request when the session is closed. */
+    static fs_event refusal(uint64_t request) {
+        fs_event event{};
+        event.type = FS_EVENT_REFUSED;
+        event.request = request;
+        event.status = FS_CANCELLED;
+        event.text = kClosed;
+        event.text_length = uint32_t(std::string_view(kClosed).size());
+        event.detail = event.call_id = event.name = "";
+        return event;
+    }
 
     template <class Submit>
     fs_status begin(const fs_job_options &options, Listener listener, uint64_t *job, Submit submit) {
