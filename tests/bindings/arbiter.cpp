@@ -1,4 +1,5 @@
 /* Repeats the runs of the arbiter in Python: arbiter FILE. Each call has to give the same decision. */
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 
@@ -61,6 +62,14 @@ bool refuses() {
     needs.grant_bytes = UINT64_MAX;
     good = good && fs_arbiter_decide(arbiter, 0, &needs, &decision) == FS_BAD_ARGUMENT;
     good = good && fs_arbiter_decide(nullptr, 0, &needs, &decision) == FS_BAD_ARGUMENT;
+    fs_arbiter_close(arbiter);
+    good = good && fs_arbiter_open(8, 1, 0, 0, &arbiter) == FS_OK;
+    needs.grant_bytes = 10;
+    needs.sidecar_useful_bytes = 4;
+    good = good && fs_arbiter_decide(arbiter, std::nan(""), &needs, &decision) == FS_BAD_ARGUMENT;
+    good = good && fs_arbiter_decide(arbiter, 0, &needs, &decision) == FS_OK && decision.vram_budget_bytes == 4;
+    good = good && fs_arbiter_refused(arbiter, std::nan("")) == FS_BAD_ARGUMENT; // and the step is still under way
+    good = good && fs_arbiter_refused(arbiter, 0) == FS_OK;
     fs_arbiter_close(arbiter);
     fs_arbiter_close(nullptr);
     return good;

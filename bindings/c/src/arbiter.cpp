@@ -29,6 +29,8 @@ int64_t size_of(const char *what, uint64_t bytes) {
     return int64_t(bytes);
 }
 
+void check_now(double now_s) { check_range("now_s", now_s, -1e12, 1e12); }
+
 } // namespace
 
 struct fs_arbiter {
@@ -155,7 +157,7 @@ fs_status fs_arbiter_decide(fs_arbiter *arbiter, double now_s, const fs_vram_nee
             decision->struct_size < sizeof(uint32_t)) {
             refuse(FS_BAD_ARGUMENT, "needs or decision is NULL, or its struct_size is not set");
         }
-        check_range("now_s", now_s, -1e12, 1e12);
+        check_now(now_s);
         fs_arbiter &open = open_arbiter(arbiter);
         Needs checked{size_of("grant_bytes", needs->grant_bytes),
                       size_of("pool_held_bytes", needs->pool_held_bytes),
@@ -186,6 +188,7 @@ fs_status fs_arbiter_released(fs_arbiter *arbiter, uint64_t used_bytes) {
 
 fs_status fs_arbiter_refused(fs_arbiter *arbiter, double now_s) {
     return guarded([&] {
+        check_now(now_s);
         fs_arbiter &open = open_arbiter(arbiter);
         open.answered();
         open.charged = open.charged_before;
