@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import servers
 import sidecars
 from frameshard.testing import fake_engine
 
@@ -132,7 +133,8 @@ def test_what_is_installed_may_be_moved(built: Path, tmp_path: Path) -> None:
 def ask_the_runner(
     built: Path, commands: list[dict[str, Any]], last: str, cwd: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Gives commands to the C runner, and polls until the event `last` comes; returns all events."""
+    """Gives commands to the C runner, and polls until the event `last` comes; returns all events. No request may be
+    refused."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with sidecars.started([built / "runner_c"], cwd=cwd, **pipes) as runner:
         assert runner.stdin is not None
@@ -152,6 +154,7 @@ def ask_the_runner(
         while not any(event["type"] in (last, "closed") for event in events):
             assert time.monotonic() < deadline, events
             events += tell({"do": "poll", "limit": 64, "timeout_s": 1.0})["events"]
+            assert not any(event["type"] == "refused" for event in events), events
         tell({"do": "close"})
     return events
 
@@ -173,6 +176,16 @@ def test_an_image_in_c(built: Path, model_path: Path, mmproj_path: Path, tmp_pat
         event for event in ask_the_runner(built, [{"do": "launch", "options": sees}, ask], "failed") if event["job"]
     ][-1:]
     assert failed["status"] == "unsupported"
+
+
+def test_a_path_of_an_adapter_is_relative_to_the_game(built: Path, tmp_path: Path) -> None:
+    """The sidecar has another working directory."""
+    game = tmp_path / "game"
+    game.mkdir()
+    (game / "accent.gguf").write_bytes(b"GGUF")
+    with servers.sidecar(tmp_path) as (connect_file, _):
+        load = {"do": "load_adapter", "name": "accent", "path": "accent.gguf"}
+        ask_the_runner(built, [{"do": "connect", "file": str(connect_file)}, load], "adapters", game)
 
 
 def test_the_c_library_takes_no_module_from_the_working_directory(

@@ -676,7 +676,8 @@ FS_API fs_status fs_set_budget(fs_client *client, uint64_t vram_budget_bytes, do
 FS_API fs_status fs_get_budget(fs_client *client, uint64_t *request);
 
 /* Loads the LoRA adapter (GGUF) at `path`, which jobs may then use by `name`. It stays loaded if the engine restarts.
- * FS_EVENT_ADAPTERS or FS_EVENT_REFUSED follows; if it is refused, nothing has changed. [client] */
+ * FS_EVENT_ADAPTERS or FS_EVENT_REFUSED follows; if it is refused, nothing has changed. A relative path is taken from the
+ * working directory of the host. [client] */
 FS_API fs_status fs_load_adapter(fs_client *client, const char *name, const char *path, uint64_t *request);
 
 /* Unloads a LoRA adapter and frees its VRAM. Refused while a job that has not ended uses it. FS_EVENT_ADAPTERS or

@@ -917,10 +917,8 @@ fs_status fs_get_budget(fs_client *client, uint64_t *request) {
 fs_status fs_load_adapter(fs_client *client, const char *name, const char *path, uint64_t *request) {
     return guarded([&] {
         fs_client &open = open_client(client);
-        ask_for(
-            open,
-            {{"t", "adapter_load"}, {"name", text_of("name", name, 1, 64)}, {"path", text_of("path", path, 1, 4096)}},
-            request);
+        ask_for(open, {{"t", "adapter_load"}, {"name", text_of("name", name, 1, 64)}, {"path", absolute(path)}},
+                request);
     });
 }
 
