@@ -608,14 +608,15 @@ void Session::job_event(const json &message) {
     Error error;
     if (name == "failed") {
         error = error_of(message["error"]);
-        if (error.status == FS_CONTEXT_OVERFLOW && job.turn && !job.begun && shorten(job)) {
-            if (!job.cancelled) {
+        if (error.status == FS_CONTEXT_OVERFLOW && job.turn && !job.begun) {
+            if (job.cancelled) { // the request came too late for this attempt, and there is no other
+                name = "cancelled";
+            } else if (shorten(job)) {
                 grant(job, seq + 1);
                 by_wire_.erase(job.wire);
                 open(number);
                 return;
             }
-            name = "cancelled"; // the request came too late for this attempt, and there is no other
         }
     }
     if (name.empty()) {
