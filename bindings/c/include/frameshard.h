@@ -743,8 +743,8 @@ typedef struct fs_vram_needs {
     uint64_t pool_now_bytes;       /* wanted for what is in view */
     uint64_t pool_soon_bytes;      /* wanted for what comes into view within the next frames */
     uint64_t sidecar_floor_bytes;  /* the smallest budget of the sidecar */
-    uint64_t sidecar_useful_bytes; /* the smallest budget at which fs_get_plan predicts about the best rate; or less, if
-                                      the sidecar gives back */
+    uint64_t sidecar_useful_bytes; /* the smallest budget at which fs_get_plan predicts nearly the best rate; after a
+                                      notice `gives_back`, the budget that it names, if that is less */
 } fs_vram_needs;
 
 /* What holds from now on. */

@@ -1,7 +1,7 @@
 /* The functions of frameshard.h. A client has a Session, a ZeroMQ socket and, if it was launched, a process.
  *
  * The library has no thread of its own. ZeroMQ's thread receives messages up to the high-water mark, and the sidecar
- * sends only events that it has credit for. A thread that owns the socket could only add pings while the game does not
+ * sends only events that it has credit for. All that a thread of its own could add are pings while the game does not
  * poll. A launched sidecar does not need these, because it watches the host's pipe. The thread would need a lock, would
  * have to pass on each event, and would keep running when a game engine reloads its scripts. */
 #include "frameshard.h"
