@@ -15,6 +15,8 @@ from engine_driver import EngineProcess, engine, ids, user
 import frameshard
 from frameshard import models
 from frameshard.errors import BadModel, ModelNotFound
+from frameshard.plan.adapter import read_adapter
+from frameshard.plan.header import read_header
 from frameshard.plan.model import read_model
 from make_adapter import make_adapter
 from sidecars import in_trio
@@ -107,6 +109,26 @@ def test_what_is_wrong_with_a_part(pak: Path, shallow_model: Path) -> None:
             read_model(part(pak, offset, size))
     with pytest.raises(ModelNotFound, match="missing"):
         read_model(part(pak.with_name("missing.pak"), 0, 100))
+
+
+def test_packed_files_are_told_apart_by_their_weights(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Saved caches and conversations name their model and adapters by fingerprint. It depends on the GGUF alone."""
+    model_file, adapter_file = tiny_model("llama"), tmp_path / "adapter.gguf"
+    make_adapter(model_file, adapter_file)
+    model = read_model(model_file)
+
+    def fingerprint(path: Path) -> str:
+        return read_model(path).fingerprint if whole == model_file else read_adapter(path, model).fingerprint
+
+    for whole in (model_file, adapter_file):
+        content = whole.read_bytes()
+        last = read_header(whole).tensors[-1]
+        other = content[: last.offset] + bytes([content[last.offset] ^ 1]) + content[last.offset + 1 :]
+        packed, changed = tmp_path / "game.pak", tmp_path / "changed.pak"
+        packed.write_bytes(bytes(1 << 20) + content)
+        changed.write_bytes(bytes(1 << 20) + other)
+        assert fingerprint(part(packed, 1 << 20, len(content))) == fingerprint(whole)
+        assert fingerprint(part(changed, 1 << 20, len(content))) != fingerprint(whole)
 
 
 def test_a_file_of_exactly_that_name_is_taken(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:

@@ -137,6 +137,7 @@ class _Reader:
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
+        self._start = file.tell()  # of the GGUF, which may lie in a larger file
         self._data = b""
         self.pos = 0
 
@@ -188,7 +189,7 @@ class _Reader:
         found = hashlib.sha256(self._size.to_bytes(8, "little"))
         found.update(memoryview(self._data)[: self.pos])
         for tensor in tensors:
-            self._file.seek(tensor.offset)
+            self._file.seek(self._start + tensor.offset)
             found.update(self._file.read(min(tensor.n_bytes, _SAMPLE_BYTES)))
         return found.digest()
 
