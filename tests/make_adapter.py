@@ -39,6 +39,8 @@ def make_adapter(model: Path, target: Path, *, rank: int = 8, seed: int = 1, gai
         n_in, n_out, *experts = map(int, tensor.shape)
         a = rng.standard_normal((*experts, rank, n_in), dtype=np.float32) / n_in**0.5
         b = rng.standard_normal((*experts, n_out, rank), dtype=np.float32) * (gain / rank**0.5)
+        if rank == 1 and not experts:
+            a = a[0]  # ggml does not write dimensions of 1 at the end, which are the first ones of NumPy
         writer.add_tensor(f"{tensor.name}.lora_a", a.astype(np.float16))
         writer.add_tensor(f"{tensor.name}.lora_b", b.astype(np.float16))
     writer.write_header_to_file()

@@ -16,6 +16,7 @@ import pytest
 from frameshard import cpu, errors
 from frameshard.engine.runtime import Runtime
 from frameshard.plan.adapter import read_adapter
+from frameshard.plan.header import read_header
 from frameshard.wire import messages as m
 from frameshard.wire.engine import EngineConfig
 
@@ -48,7 +49,8 @@ def main(model: str, *paths: str) -> None:
         for name, path in files.items():
             runtime.load_adapter(name, read_adapter(path, runtime.model_info))
         floor = device.stats().floor_bytes
-        assert floor >= before + sum(each.size_bytes for each in runtime.adapters.describe())
+        matrices = [tensor for path in files.values() for tensor in read_header(path).tensors]
+        assert floor >= before + sum(tensor.n_bytes for tensor in matrices)
         device.set_budget(floor, 60)
         device.reset_peak()
         found = logits_of_each_set(runtime)

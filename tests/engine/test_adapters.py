@@ -27,21 +27,24 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def adapters(tiny_model: Callable[[str], Path], tmp_path: Path) -> Callable[[str], dict[str, Path]]:
-    def make(arch: str) -> dict[str, Path]:
-        for name, rank, seed in (("a", 8, 1), ("b", 4, 2)):
+def adapters(tiny_model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, Path]]:
+    def make(arch: str, ranks: tuple[int, int] = (8, 4)) -> dict[str, Path]:
+        for name, rank, seed in zip("ab", ranks, (1, 2), strict=True):
             make_adapter(tiny_model(arch), tmp_path / f"{name}.gguf", rank=rank, seed=seed)
         return {name: tmp_path / f"{name}.gguf" for name in "ab"}
 
     return make
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3moe"])
+@pytest.mark.parametrize(("arch", "ranks"), [("llama", (8, 4)), ("qwen3moe", (8, 4)), ("llama", (1, 1))])
 def test_streamed_at_the_floor_the_bits_are_those_of_llama_cpp(
-    arch: str, tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]]
+    arch: str,
+    ranks: tuple[int, int],
+    tiny_model: Callable[[str], Path],
+    adapters: Callable[..., dict[str, Path]],
 ) -> None:
     driver = Path(__file__).with_name("adapter_driver.py")
-    command = [sys.executable, str(driver), str(tiny_model(arch)), *map(str, adapters(arch).values())]
+    command = [sys.executable, str(driver), str(tiny_model(arch)), *map(str, adapters(arch, ranks).values())]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
 

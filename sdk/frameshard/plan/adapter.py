@@ -65,7 +65,7 @@ def read_adapter(path: str | os.PathLike[str], model: Model) -> AdapterFile:
     if "adapter.alora.invocation_tokens" in header.array_lengths:
         raise Unsupported(f"{path.name} is an activated LoRA (aLoRA), which is not supported", path=str(path))
     matrices = [tensor for pair in pairs.values() for tensor in pair]
-    rows = max(a.shape[1] + b.shape[1] for a, b in pairs.values())
+    rows = max(_shape(a)[1] + _shape(b)[1] for a, b in pairs.values())
     return AdapterFile(
         path,
         n_bytes=sum(-(-tensor.n_bytes // _ALIGN) * _ALIGN for tensor in matrices),
@@ -123,4 +123,5 @@ def _check_pair(name: str, a: Tensor, b: Tensor, adapted: Tensor | None) -> None
 
 
 def _shape(tensor: Tensor) -> list[int]:
+    """All four dimensions. ggml does not write those of 1 at the end: the ``lora_a`` of rank 1 may have only one."""
     return [*tensor.shape, 1, 1, 1][:4]
