@@ -228,6 +228,19 @@ def test_a_missing_part_of_a_model_is_named(tmp_path: Path) -> None:
     assert "m-00002-of-00002.gguf is missing" in refusal(bundle(tmp_path / "b", "--model", first))["message"]
 
 
+@pytest.mark.parametrize("option", ["--model", "--client"])
+def test_two_files_of_one_name_are_refused(option: str, tmp_path: Path) -> None:
+    """One would replace the other."""
+    paths = [tmp_path / folder / "same.gguf" for folder in ("one", "two")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(path.parent.name)
+    error = refusal(bundle(tmp_path / "b", "--with-models", option, paths[0], option, paths[1]))
+    assert error["name"] == "bad_argument"
+    assert all(str(path) in error["message"] for path in paths)
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_bundle_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
     """Writing a large file fails, as on a full disk."""
     size = (1 << 17, 1 << 17)

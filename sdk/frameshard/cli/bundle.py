@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import os
 import platform
 import py_compile
 import re
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     for library in args.client:
         if not library.is_file():
             raise BadArgument(f"there is no client library {library}", path=str(library))
-    models = list(_models(args.model))
+    models = list(dict.fromkeys(_models(args.model)))
     with tempfile.TemporaryDirectory(prefix="frameshard-bundle-") as work:
         contents = _contents(args, Path(work))
         files = list(contents.files)
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
             files += [File(path, Path("models") / path.name, "models") for path in models]
         texts, silent = _licences(contents)
         files += texts
+        _check_targets(files)
         _check_space(directory, files)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,8 @@ def _models(names: list[str]) -> Iterator[Path]:
     from frameshard import models
 
     for name in names:
-        yield from models.files_of(models.resolve(name).absolute())
+        for part in filter(None, (name, models.mmproj_of(name))):
+            yield from models.files_of(models.resolve(part).absolute())
 
 
 def _licences(contents: Contents) -> tuple[list[File], list[str]]:
@@ -172,6 +175,18 @@ def _licences(contents: Contents) -> tuple[list[File], list[str]]:
     for name, sources in contents.licences.items():
         take(name, sources)
     return texts, silent
+
+
+def _check_targets(files: list[File]) -> None:
+    """
+    :raises BadArgument: two files would have the same path in the bundle.
+    """
+    sources: dict[Path, Path] = {}
+    for file in files:
+        other = sources.setdefault(file.target, file.source)
+        if os.path.realpath(other) != os.path.realpath(file.source):
+            why = f"{other} and {file.source} would both be {file.target} in the bundle: rename one of them"
+            raise BadArgument(why, path=str(file.source))
 
 
 def _check_space(directory: Path, files: list[File]) -> None:
