@@ -19,7 +19,9 @@ import pytest
 
 import sidecars
 from frameshard import models
+from frameshard.cli import bundle
 from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
+from servers import until
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20_000
 NAME = "hf:some/model/file-q4.gguf"
@@ -65,6 +67,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
             asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
             if asked is not None and hub.ranges:
                 start = int(asked[1])
+                if start >= len(hub.content):
+                    self.send_response(416)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
                 self.send_response(206)
                 self.send_header("Content-Range", f"bytes {start}-{len(hub.content) - 1}/{len(hub.content)}")
             else:
@@ -93,6 +100,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    waiting = (line.split() for line in Path("/proc/locks").read_text().splitlines() if " -> FLOCK " in line)
+    return any(words[5] == str(pid) for words in waiting)
 
 
 def left_in_cache() -> list[Path]:
@@ -150,6 +162,36 @@ def test_what_is_left_of_another_file_is_not_used(hub: Hub, left: bytes) -> None
     part.write_bytes(left)
     assert models.resolve(NAME).read_bytes() == CONTENT
     assert not part.exists()
+
+
+def test_a_part_that_is_complete_is_not_fetched_again(hub: Hub) -> None:
+    """A process was killed between the last byte and the rename."""
+    part = models.path_of(NAME).with_name(".file-q4.gguf.part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(CONTENT)
+    assert models.resolve(NAME).read_bytes() == CONTENT
+    assert [headers.get("Range") for _, headers in hub.seen] == [f"bytes={len(CONTENT)}-"] * 2
+    assert left_in_cache() == [models.path_of(NAME)]
+
+
+@pytest.mark.parametrize("more", [(), ("--sha256", hashlib.sha256(CONTENT).hexdigest())])
+def test_a_process_that_has_waited_for_another_fetches_nothing(hub: Hub, more: tuple[str, ...]) -> None:
+    path = models.path_of(NAME)
+    path.parent.mkdir(parents=True)
+    command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME, *more]
+    with models._part_of(path) as out:  # as the process that fetches it
+        waiting = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            until(lambda: waits_for_a_lock(waiting.pid))
+            out.write(CONTENT)
+            out.flush()
+            Path(out.name).replace(path)
+        except BaseException:
+            waiting.kill()
+            raise
+    assert waiting.wait(60) == 0
+    assert hub.seen == []
+    assert left_in_cache() == [path]
 
 
 def test_without_a_hash_nothing_is_continued(hub: Hub) -> None:
@@ -238,6 +280,23 @@ def test_nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_in_cache() == []
 
 
+def test_a_hash_that_is_not_set_is_refused(hub: Hub) -> None:
+    """As by --sha256 "$HASH" without that variable."""
+    command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME, "--sha256", ""]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "64 hexadecimal digits" in ended.stderr
+    assert hub.seen == []
+
+
+def test_what_is_being_fetched_is_not_listed(hub: Hub) -> None:
+    path = models.resolve(NAME)
+    with models._replacing(path.with_name("other.gguf")) as part:
+        part.write_bytes(CONTENT)
+        assert models.fetched() == [path]
+    assert models.fetched() == [path, path.with_name("other.gguf")]
+
+
 def test_the_token_goes_to_the_hub_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     models.resolve(NAME)
@@ -318,7 +377,16 @@ def test_a_vision_model_has_two_files(hub: Hub) -> None:
         for name in (known.model, known.mmproj):
             repository, _, file = name.removeprefix("hf:").rpartition("/")
             assert f"/{repository}/resolve/main/{file}" in [path for path, _ in hub.seen]
+        assert list(bundle._models([known.name])) == [model, mmproj]
     assert models.mmproj_of("smollm2-135m") is None
+
+
+def test_the_command_fetches_a_vision_model_with_its_tower(hub: Hub) -> None:
+    known = models.VISION["smolvlm-500m"]
+    command = [sys.executable, "-m", "frameshard", "models", "fetch", known.name]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == f"{models.path_of(known.name)}\n"
+    assert models.fetched() == sorted(map(models.path_of, (known.model, known.mmproj)))
 
 
 def test_sprites_are_built_from_a_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

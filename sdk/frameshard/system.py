@@ -50,6 +50,8 @@ else:
 _STATM = Path("/proc/self/statm")
 PARENT_CHECK_S = 0.25
 ALONE_CHECK_S = 0.1
+DENIED_S = 2.0  # so long a file may be denied because it is being deleted
+_SHARING_VIOLATION = 32  # of Windows: another process has the file open
 _PAIR_TRIES = 8
 _LENGTH = 4  # bytes
 
@@ -368,12 +370,23 @@ def remove_locked(directory: Path, fd: int) -> None:
 
 def open_alone(path: str, flags: int) -> int:
     """An opener for :func:`open`, for a file that one process at a time may have open so. Waits for the other one. The
-    file may be renamed while it is open."""
+    file may be renamed while it is open.
+
+    :raises PermissionError: this user may not write to it.
+    """
     if sys.platform == "win32":
+        denied_until = 0.0
         while True:
             try:
                 return _open(path, flags)
-            except PermissionError:
+            except PermissionError as error:
+                # ERROR_ACCESS_DENIED is also said of a file that is being deleted, which takes a moment.
+                if error.winerror == _SHARING_VIOLATION:
+                    denied_until = 0.0
+                elif denied_until == 0.0:
+                    denied_until = time.monotonic() + DENIED_S
+                elif time.monotonic() > denied_until:
+                    raise
                 time.sleep(ALONE_CHECK_S)
     else:
         fd = os.open(path, flags, 0o666)

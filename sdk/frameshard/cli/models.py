@@ -32,12 +32,17 @@ def run(args: argparse.Namespace) -> int:
 
     if args.action == "list":
         return _list(args)
-    if args.action == "fetch" and args.sha256:
+    if args.action == "fetch" and args.sha256 is not None:
         path = models.fetch(args.name, sha256=args.sha256)
     else:
+        mmproj = models.mmproj_of(args.name)
+        if args.action == "fetch" and mmproj is not None:
+            models.resolve(mmproj)
         path = models.resolve(args.name)
     if args.json:
-        common.emit_json({"name": args.name, "path": str(path), "bytes": path.stat().st_size})
+        found = models.locate(path)
+        n_bytes = found.path.stat().st_size if found.n_bytes is None else found.n_bytes
+        common.emit_json({"name": args.name, "path": str(path), "bytes": n_bytes})
     else:
         print(path)
     return 0
