@@ -9,9 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tiny_models
+from frameshard.cli import common
+from frameshard.cli import verify as verify_command
 from frameshard.cli.verify import agrees
 
 QUANTISED = {"qwen3moe"}  # llama.cpp repacks Q4_0 on the CPU, so it rounds differently from any device
@@ -114,6 +117,27 @@ def test_what_agrees_with_stock() -> None:
     for wrong in ({"top1_agreement": 0.95}, {"perplexity": 87.0}):
         assert not agrees(same | wrong, 0.003)
         assert agrees(same | wrong, 0.004)
+
+
+def test_logits_that_are_no_numbers_fail() -> None:
+    """JSON has no NaN and no infinity: such figures are null."""
+    reference = np.random.default_rng(0).random((3, 10), dtype=np.float32)
+    logits = reference.copy()
+    logits[1, 2] = np.nan
+    found = verify_command._agreement(logits, reference, [1, 2, 3, 4, 5])
+    assert not agrees(found, spread=0.01)
+    document = json.loads(
+        common.to_json(verify_command._finite({"processors": found, "rows": [{**found, "ok": False}]}))
+    )
+    for figures in (document["processors"], document["rows"][0]):
+        assert figures["kl"] is figures["perplexity"] is None
+        assert figures["perplexity_ref"] > 0
+
+
+def test_too_few_tokens_for_a_change_of_the_budget(model_path: Path) -> None:
+    result = verify(model_path, "full", "--generate", "1")
+    assert result.returncode == 2
+    assert "--generate must be at least 3" in json.loads(result.stdout)["error"]["message"]
 
 
 def test_a_budget_below_the_floor_names_the_floor(model_path: Path) -> None:

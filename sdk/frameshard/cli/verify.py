@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ KL_OF_ROUNDING = 0.01
 itself if it reads 96 tokens in steps of 64 or of 4 (SmolLM2-135M, Q4_1). A wrong choice of experts makes 0.8."""
 MODES: tuple[Mode, ...] = ("stream_only", "planned")
 _SEQUENCE = 1
+_LEAST_GENERATED = 3
 _LOGITS_OF_PROMPT = 16  # so many rows of logits of the prompt are compared; one graph computes several
 
 
@@ -59,7 +61,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--vram-budget", required=True, metavar="A,B,...", help="budgets in MiB or with a unit; also: floor, full"
     )
     parser.add_argument("--prompt", type=common.positive, default=96, metavar="N", help="tokens of prompt (96)")
-    parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens one by one (64)")
+    parser.add_argument(
+        "--generate", type=common.positive, default=64, metavar="N", help="tokens one by one, 3 or more (64)"
+    )
     parser.add_argument("--ctx", type=common.positive, default=512, metavar="N", help="context in tokens (512)")
     parser.add_argument("--ubatch", type=common.positive, default=64, metavar="N", help="prompt tokens at once (64)")
     common.add_kv_type_arg(parser)
@@ -79,6 +83,11 @@ def run(args: argparse.Namespace) -> int:
         )
     wanted = [w.strip() for w in args.vram_budget.split(",")]
     sizes = [w if w in ("floor", "full") else common.parse_size(w) for w in wanted]
+    if args.generate < _LEAST_GENERATED:
+        raise errors.BadArgument(
+            f"--generate must be at least {_LEAST_GENERATED}: the budget changes after a third of these tokens, and "
+            "back after two thirds"
+        )
     if args.prompt + args.generate > args.ctx:
         raise errors.BadArgument(
             f"--prompt and --generate need {args.prompt + args.generate} tokens, --ctx is {args.ctx}"
@@ -100,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         try_files(str(models.resolve(args.model)))
         document, rows = _compare(args, device, sizes, config, steps)
     if args.json:
-        common.emit_json(document | {"rows": rows})
+        common.emit_json(_finite(document | {"rows": rows}))
     return 0 if all(row["ok"] for row in rows) else 1
 
 
@@ -157,6 +166,19 @@ def _compare(
                         steps.print(_HEADER)
                     steps.print(_line(row))
     return document, rows
+
+
+def _finite(document: dict[str, object]) -> dict[str, object]:
+    """The document for JSON, which has no NaN and no infinity: such figures are None."""
+
+    def finite(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: finite(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [finite(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {key: finite(value) for key, value in document.items()}
 
 
 def _tokens(runtime: Runtime, n: int) -> list[int]:
