@@ -100,7 +100,15 @@ def test_the_list_needs_no_model() -> None:
     assert set(json.loads(simulate("--list", "--json").stdout)) == set(trace.names())
 
 
-@pytest.mark.parametrize("args", [("menu",), ("--model", "smollm2-135m", "no such trace")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("menu",),
+        ("--model", "smollm2-135m", "no such trace"),
+        ("--model", "/missing.gguf", "menu", "--plot", "picture.xyz"),
+        ("--model", "/missing.gguf", "menu", "--plot", "/missing/picture.png"),
+    ],
+)
 def test_wrong_use_is_typed(args: tuple[str, ...]) -> None:
     result = simulate(*args, "--json")
     assert result.returncode == 2

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from frameshard.cli import common, interrupt
+from frameshard.cli import common, figures, interrupt
 from frameshard.errors import BadArgument
 from frameshard.simulation import trace as traces
 from frameshard.wire.messages import SchedulingMode
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         from frameshard.simulation import plot
 
-        plot.check()
+        figures.check(args.plot)
 
     import frameshard
     from frameshard import models
@@ -90,8 +90,6 @@ def run(args: argparse.Namespace) -> int:
             return found
 
     recordings = interrupt.run_async(main)
-    if args.plot:
-        plot.draw(recordings, args.plot)
     if args.json:
         common.emit_json(
             {"recordings": [{**dataclasses.asdict(each), "summary": summary(each)} for each in recordings]}
@@ -101,6 +99,12 @@ def run(args: argparse.Namespace) -> int:
     for each in recordings:
         for problem in each.problems:
             print(f"{each.trace}: {problem}", file=sys.stderr)
+    if args.plot:
+        try:
+            plot.draw(recordings, args.plot)
+        except BadArgument as error:  # the results are printed: --json has no second document for an error
+            print(f"frameshard: {error.message}", file=sys.stderr)
+            return 2
     return int(any(each.problems for each in recordings))
 
 
