@@ -115,6 +115,31 @@ def test_a_reader_that_leaves_is_no_error_message() -> None:
     assert result.stderr == ""
 
 
+def test_a_reader_that_leaves_a_conversation_is_no_error_message(wordy_model: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "frameshard", "chat", "--model", str(wordy_model), "--device", "cpu"]
+    with open(write, "w") as out:
+        result = subprocess.run(
+            command, input="Who are you?\n", stdout=out, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert result.returncode == 1
+    assert "Error" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "printed"),
+    [("日.gguf".encode(), "cp1252", b"?.gguf"), (b"\xff.gguf", "utf-8", b"\xff.gguf")],
+)
+def test_output_that_the_encoding_cannot_hold(name: bytes, encoding: str, printed: bytes, tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(name)).touch()
+    command = [sys.executable, "-m", "frameshard", "models", "path", os.fsdecode(name)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == printed + b"\n"
+
+
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
     [

@@ -11,8 +11,10 @@ Exit status: 0 if the command succeeded, 1 if its check failed, 2 after an error
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import importlib
+import io
 import logging
 import os
 import signal
@@ -101,9 +103,18 @@ def versions() -> str:
     return "\n".join(f"{name} {metadata.version(name)}" for name in names)
 
 
+def _print_any_text() -> None:
+    """Lets stdout take text that its encoding does not have, such as that of a model on a code page of Windows. Names
+    of files that are not UTF-8 go through a UTF-8 stdout as they are. Python prints any text to stderr by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    _print_any_text()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
     command = next((word for word in argv if not word.startswith("-")), None)
     try:

@@ -77,16 +77,26 @@ def _end() -> None:
 
 def run_async(main: Callable[[], Awaitable[T]]) -> T:
     """Runs ``trio.run(main)``. Ctrl-C raises a KeyboardInterrupt instead of an exception group with one, at the next
-    checkpoint: anywhere else it may be in a callback, where it would be lost."""
+    checkpoint: anywhere else it may be in a callback, where it would be lost. If the reader of the output has ended,
+    it raises a BrokenPipeError instead of a group."""
     import trio
 
     try:
         return trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
     except BaseException as error:
-        if _holds_interrupt(error):
+        causes = list(_causes(error))
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
             raise KeyboardInterrupt from None
+        if all(isinstance(cause, BrokenPipeError) for cause in causes):
+            raise causes[0] from None
         raise
 
 
-def _holds_interrupt(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt) or any(map(_holds_interrupt, getattr(error, "exceptions", ())))
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions of a group and of the groups in it; otherwise the exception itself."""
+    parts = getattr(error, "exceptions", None)  # Python 3.10 has no class of groups
+    if parts is None:
+        yield error
+        return
+    for part in parts:
+        yield from _causes(part)
