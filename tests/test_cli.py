@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 import trio
 from hypothesis import given
@@ -94,6 +96,56 @@ def test_a_file_that_is_no_model_is_typed(tmp_path: Path) -> None:
     path = tmp_path / "text.gguf"
     path.write_text("once upon a time" * 100)
     assert error_of(frameshard("plan", "--model", str(path), "--vram-budget", "64", "--json"))["name"] == "bad_model"
+
+
+@pytest.fixture
+def wrong_inputs(tmp_path: Path) -> Path:
+    """A folder with files that commands must refuse."""
+    writer = gguf.GGUFWriter(tmp_path / "split.gguf", "llama")
+    writer.add_string("split.count", "two")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "utf16.json").write_text("{}", "utf-16")
+    profile = json.loads((Path(__file__).parents[1] / "profiles" / "laptop-rtx-4060-8gb.json").read_text())
+    (tmp_path / "disk.json").write_text(json.dumps(profile | {"disk": {"read_bytes": [1], "rate": ["fast"]}}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("plan", "--model", "split.gguf", "--vram-budget", "64"), "split.gguf: split.count is 'two'"),
+        (("plan", "--profile", "utf16.json", "--vram-budget", "64"), "utf16.json is not a profile"),
+        (("plan", "--profile", "disk.json", "--vram-budget", "64"), "not a profile"),
+        (("profile", "--device", "emulated", "--seconds", "0.2", "--output", "folder"), "cannot write folder"),
+        (("models", "path", "~nosuch/m.gguf"), "no model file ~nosuch/m.gguf"),
+        (
+            ("bench", "--vram-budget", "64", "--image", "8x8", "--mmproj", "any", "--vs", "/missing"),
+            "cannot run /missing",
+        ),
+    ],
+)
+def test_wrong_input_is_one_line_on_stderr(
+    args: tuple[str, ...], says: str, wrong_inputs: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    command = [sys.executable, "-m", "frameshard", *args]
+    command += [] if "--model" in args or args[0] == "models" else ["--model", str(tiny_model("llama"))]
+    before = sorted(wrong_inputs.iterdir())
+    result = subprocess.run(command, cwd=wrong_inputs, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert f"frameshard: {says}" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert sorted(wrong_inputs.iterdir()) == before
+
+
+def test_the_size_of_a_packed_model(tmp_path: Path) -> None:
+    pak = tmp_path / "game.pak"
+    pak.write_bytes(bytes(4096))
+    found = json.loads(frameshard("models", "path", f"{pak}@1024+2048", "--json").stdout)
+    assert found["path"] == f"{pak}@1024+2048"
+    assert found["bytes"] == 2048
 
 
 def test_an_error_without_json_is_one_line_on_stderr(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ def test_measurements_of_another_version_are_left_out() -> None:
         {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "tokens": [2, 1, 3]}}},
         {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "gpu_flops": [1.0, 0.0, 1.0]}}},
         {"attention": {"64 x 8:2": 5}},
+        {"fingerprint": {}},
+        {"fingerprint": {"device": 5}},
+        {"copies": {"piece_bytes": [1, "4M"], "h2d_pinned": [1, 2]}},
+        {"disk": {"read_bytes": [1 << 20], "rate": ["fast"]}},
+        {"disk": {"read_bytes": 1 << 20, "rate": 1e9}},
+        {"disk": {"read_bytes": [float("inf")], "rate": [1e9]}},
+        {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "tokens": 1}}},
+        {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "h2d_beside_cpu": "fast"}}},
     ],
 )
 def test_a_bad_profile_is_refused(spoil: dict[str, object], tmp_path: Path) -> None:

@@ -72,9 +72,13 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.engine.vision import Vision
     from frameshard.wire.engine import EngineConfig
 
+    from . import upstream
+
     mmproj = args.mmproj or models.mmproj_of(args.model)
     if mmproj is None:
         raise errors.BadArgument("--image needs --mmproj, the file with which this model reads images")
+    if args.vs:
+        upstream.check(args.vs)
     device = gpus.resolve(args.device).device
     config = EngineConfig(
         model=str(models.resolve(args.model)),
@@ -206,9 +210,12 @@ def _measure_upstream(row: _Row, runtime: Runtime, mmproj: str, seeds: Iterator[
         observer = None if emulated else find_observer()
         log = Path(scratch) / "log"
         with open(log, "wb") as out:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=upstream.environment()
-            )
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=upstream.environment()
+                )
+            except OSError as error:
+                raise FrameshardError(f"cannot run {args.vs}: {error.strerror}") from error
             if observer is not None:
                 observer.pid = process.pid
             try:

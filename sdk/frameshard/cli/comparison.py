@@ -17,7 +17,7 @@ from frameshard import errors
 from frameshard.engine.observer import find_observer
 from frameshard.native import EMULATED, parse_device
 
-from . import common
+from . import common, upstream
 from .equal_vram import Finder
 from .upstream import Measured, Program, Setting, placement
 
@@ -34,7 +34,7 @@ MIB = 2**20
 def check(args: argparse.Namespace, device: str) -> None:
     """Checks the arguments about llama.cpp.
 
-    :raises BadArgument: they do not go together, or nothing counts VRAM on the device.
+    :raises BadArgument: they do not go together, there is no such program, or nothing counts VRAM on the device.
     """
     if args.vs_budget and not args.vs:
         raise errors.BadArgument("--vs-budget is about llama.cpp: name its program with --vs")
@@ -42,6 +42,8 @@ def check(args: argparse.Namespace, device: str) -> None:
         raise errors.BadArgument(
             f"no driver counts VRAM on {device}, so llama.cpp cannot be held to the budget: add --vs-budget weights"
         )
+    if args.vs:
+        upstream.check(args.vs)
 
 
 def allowances(args: argparse.Namespace) -> tuple[str, ...]:

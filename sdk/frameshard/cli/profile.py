@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     import frameshard.engine  # noqa: F401 - llama.cpp before numpy
     from frameshard import models
     from frameshard.engine import probe
+    from frameshard.errors import BadArgument
     from frameshard.plan.model import read_model
     from frameshard.plan.profile import save
 
@@ -40,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     with progress.steps(1):
         profile = measure(args, model, refresh=args.refresh, seconds=args.seconds)
     if args.output:
-        save(profile, args.output)
+        try:
+            save(profile, args.output)
+        except OSError as error:
+            raise BadArgument(f"cannot write {args.output}: {error.strerror}", path=args.output) from error
     path = probe.cached_path(profile.fingerprint)
     if args.json:
         common.emit_json({"path": str(path), **profile.to_dict()})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from frameshard import ggml
 from frameshard.engine.llama import ALL_LAYERS
-from frameshard.errors import FrameshardError
+from frameshard.errors import BadArgument, FrameshardError
 from frameshard.plan.model import Model
 from frameshard.plan.workload import Workload
 
@@ -65,6 +66,15 @@ class Measured:
     ttft_s: float
     decode_tps: float
     nvml_peak: int | None
+
+
+def check(program: str) -> None:
+    """Checks before a measurement that a program of llama.cpp is there.
+
+    :raises BadArgument: it is not.
+    """
+    if shutil.which(program) is None:
+        raise BadArgument(f"cannot run {program}: there is no such program")
 
 
 def environment() -> dict[str, str]:

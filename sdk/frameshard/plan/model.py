@@ -155,8 +155,8 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     """
     path = Path(path)
     header = read_header(path)
-    split_count = whole(header.metadata, "split.count", 1)
     try:
+        split_count = whole(header.metadata, "split.count", 1)
         tensors, file_bytes, fingerprint = list(header.tensors), header.file_bytes, header.fingerprint
         if split_count > 1:
             for part, part_path in enumerate(_parts(path, split_count, header)[1:], start=1):

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -336,11 +336,16 @@ class Profile:
             values: dict[str, Any] = {name: float(document[name]) for name in _RATES}
             for name, kind in (("products", Product), ("attention", Attention)):
                 values[name] = {str(key): _curves(kind, each) for key, each in dict(document.get(name, {})).items()}
-            for name in ("fingerprint", "copies", "host_memory", "disk", "sources"):
-                values[name] = dict(document[name] if name == "fingerprint" else document.get(name, {}))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            for name in ("copies", "host_memory", "disk"):
+                columns = dict(document.get(name, {}))
+                values[name] = {str(key): list(map(float, column)) for key, column in columns.items()}
+            values["sources"] = {str(key): str(each) for key, each in dict(document.get("sources", {})).items()}
+            values["fingerprint"] = dict(document["fingerprint"])
+            if not isinstance(values["fingerprint"]["device"], str):
+                raise BadArgument("not a profile: the device of its fingerprint is not a name")
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise BadArgument(f"not a profile: {error!r}") from error
-        return cls(**values)
 
 
 _RATES = tuple(each.name for each in fields(Profile) if each.type == "float")
@@ -348,8 +353,13 @@ _RATES = tuple(each.name for each in fields(Profile) if each.type == "float")
 
 def _curves(kind: Any, values: Mapping[str, Any]) -> Any:
     """Reads measurements. What only another version measures is left out."""
-    known = ((each.name, values[each.name]) for each in fields(kind) if each.name in values)
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known})
+    read: dict[str, Callable[[Any], Any]] = {
+        "float": float,
+        "tuple[int, ...]": lambda column: tuple(map(int, column)),
+        "tuple[float, ...]": lambda column: tuple(map(float, column)),
+    }
+    known = (each for each in fields(kind) if each.name in values)
+    return kind(**{each.name: read[str(each.type)](values[each.name]) for each in known})
 
 
 def _check_curve(key: str, at: tuple[int, ...], *rates: tuple[float, ...]) -> None:
@@ -428,10 +438,13 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
     if str(path) in names():
         return Profile.from_json((_shipped() / f"{path}.json").read_text("utf-8"))
     try:
-        return Profile.from_json(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise BadArgument(f"{path} is not a profile: it is not UTF-8 text") from None
     except OSError as error:
         known = ", ".join(names())
         raise BadArgument(f"cannot read the profile {path}: {error.strerror}; by name there are: {known}") from error
+    return Profile.from_json(text)
 
 
 def names() -> list[str]:
