@@ -395,6 +395,30 @@ def test_each_budget_has_its_own_step() -> None:
         plan(floor - 1)
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [
+        Steps(10, 100, ((256, 100), (512, 200), (4096, 3784))),
+        Steps(10, 100, ((256, 100), (512, 200), (1000, 450))),  # the largest is no multiple of 32
+        Steps(10, 10, ((32, 50),)),
+        Steps(10, 10, ((7, 50),)),
+    ],
+)
+def test_more_room_never_makes_the_largest_step_smaller(steps: Steps) -> None:
+    largest = [steps.within(room)[-1] for room in range(10, steps.most_bytes + 2)]
+    assert largest == sorted(largest)
+    assert largest[-1] == steps.most_tokens
+    for room, n_tokens in enumerate(largest, start=10):
+        assert steps.n_bytes(n_tokens) <= max(room, steps.floor_bytes)
+
+
+def test_a_model_whose_tensors_are_all_small() -> None:
+    """It has nothing to place: every tensor is resident."""
+    core = shard("core", "core", None, [(64, 384), (64, 160)])
+    plan = make_plan(model_of([core], 1), H100, budget_bytes=0, fixed_bytes=0)
+    assert plan.predicted_decode_tps() > 0
+
+
 def test_the_floor_has_room_for_small_steps_only() -> None:
     """So it is far below that of a launch with large steps, and hardly depends on the context."""
     model = dense()

@@ -459,7 +459,7 @@ class Graph:
         runs_rate = costs.profile.copy_rate(experts.matrix_bytes / max(1 - share_copied, 1e-3))
         streamed_s = shards.n_bytes * share_copied * (1 - costs.resident_share) / runs_rate
         # Cached experts are copied within the device, each matrix separately.
-        asked_s = costs.conditions.turn_s + _WITHIN_S * predicted_cached * shards.n_tensors
+        asked_s = costs.conditions.turn_s + _WITHIN_S * predicted_cached * shards.n_tensors.astype(np.float64)
         return np.where(experts.missing, streamed_s, costs.copy_s), asked_s, share_copied
 
     def seconds(self, on_cpu: Mask) -> float:

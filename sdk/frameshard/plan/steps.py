@@ -59,11 +59,14 @@ class Steps:
         return min(n_bytes, self.floor_bytes) if n_tokens <= LEAST_STEP else n_bytes
 
     def within(self, room_bytes: int) -> tuple[int, ...]:
-        """The sizes that fit in ``room_bytes``, and the largest step that does, ascending."""
-        found = [n_tokens for n_tokens, n_bytes in self.sizes if n_bytes <= room_bytes]
-        steps = range(LEAST_STEP, self.most_tokens, LEAST_STEP)
-        most = max(bisect.bisect_right(steps, room_bytes, key=self.n_bytes), 1)
-        return tuple(sorted({*found, steps[most - 1]}) if most < len(steps) else found)
+        """The sizes that fit in ``room_bytes``, and the largest step that does, ascending. There is always one, because
+        the floor has room for it."""
+        found = {n_tokens for n_tokens, n_bytes in self.sizes if n_bytes <= room_bytes}
+        if self.most_bytes > room_bytes:
+            steps = range(LEAST_STEP, self.most_tokens, LEAST_STEP) or (self.most_tokens,)
+            fitting = bisect.bisect_right(steps, room_bytes, key=self.n_bytes)
+            found.add(steps[max(fitting - 1, 0)])
+        return tuple(sorted(found))
 
 
 def floor_step(n_parallel: int, *, images: bool) -> int:

@@ -21,7 +21,7 @@ class Shards:
     def __init__(self, layout: Layout) -> None:
         ladder = layout.ladder
         self.n_bytes: Floats = np.array([shard.n_bytes for shard in ladder], dtype=np.float64)
-        self.n_tensors = np.array([len(shard.tensors) for shard in ladder])
+        self.n_tensors = np.array([len(shard.tensors) for shard in ladder], dtype=np.int64)
         self.tensor_bytes: Floats = np.array([t.n_bytes for shard in ladder for t in shard.tensors], dtype=np.float64)
         """The bytes of all tensors, shard by shard."""
         self.active: Floats = np.array([shard.active_bytes for shard in ladder], dtype=np.float64) / self.n_bytes
