@@ -31,6 +31,7 @@ demo: $(VENV)/installed ## play samples/npc_dialogue unattended
 
 # Four tests at a time: they wait for engines that compute with one thread, for disks and for deadlines.
 test: lint ## lint, native tests, Python tests
+	@mkdir -p build
 	$(NATIVE_BUILD) -B build/native-tests > build/native-tests.log || { cat build/native-tests.log; exit 1; }
 	cmake --build build/native-tests
 	ctest --test-dir build/native-tests --output-on-failure

@@ -10,6 +10,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import frameshard
 from frameshard import native
 
@@ -68,6 +70,26 @@ def test_the_page_is_narrow_and_names_nobody() -> None:
     assert "models can run here" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert str(Path.home()) not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("home", "cache", "shown"),
+    [
+        ("/home/al", "/home/al/.cache", "~/.cache/frameshard"),
+        ("/home/al", "/home/alice/.cache", "/home/alice/.cache/frameshard"),
+        ("/home/al", "/mnt/home/al", "/mnt/home/al/frameshard"),
+        ("/", "/var/cache", "/var/cache/frameshard"),
+    ],
+)
+def test_only_the_home_directory_is_made_anonymous(home: str, cache: str, shown: str) -> None:
+    assert document_of(doctor("--json", HOME=home, XDG_CACHE_HOME=cache))["files"]["cache"] == shown
+
+
+def test_a_driver_that_writes_no_text(tmp_path: Path) -> None:
+    (tmp_path / "llama_cpp.py").write_text("import os; os.write(2, b'\\xc1\\xff driver'); os._exit(1)")
+    result = doctor("--json", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert result.returncode == 1, result.stderr
+    assert any(problem.endswith(" driver") for problem in document_of(result)["problems"])
 
 
 def test_a_missing_native_library_is_a_problem(tmp_path: Path) -> None:

@@ -376,7 +376,9 @@ class _Progress:
 def _pip(name: str, *arguments: str) -> None:
     # pip's progress goes to stderr, because stdout carries the document of --json.
     command = program.command("pip", arguments[0], "--only-binary=:all:", *arguments[1:])
-    pip = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True)
+    pip = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
     if pip.returncode != 0:
         said = [line for line in pip.stderr.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
         errors = [line for line in said if line.startswith("ERROR")] or said

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import tiny_models
 from frameshard import models
 from frameshard.cli.profile import table
 from frameshard.plan import profile as profiles
@@ -122,6 +123,9 @@ def test_plan_on_the_emulated_device(model_path: Path) -> None:
         (("--vram-budget", "1"), "budget_below_floor", "below the floor"),
         (("--vram-budget", "lots"), "bad_argument", "not a size"),
         (("--vram-budget", "600", "--prompt", "5000"), "bad_argument", "add --ctx 5512"),
+        (("--vram-budget", "600", "--parallel", "100000"), "bad_argument", "n_parallel: must be"),
+        (("--vram-budget", "600", "--ctx", "2147483647"), "bad_argument", "n_ctx: must be"),
+        (("--vram-budget", "600", "--ubatch", "2"), "bad_argument", "n_ubatch: must be at least n_parallel"),
         (("--vram-budget", "600", "--profile", "/missing.json"), "bad_argument", "cannot read"),
         (("--vram-budget", "600", "--model", "/missing.gguf"), "model_not_found", "no model file"),
     ],
@@ -135,6 +139,22 @@ def test_plan_refuses_in_words(args: tuple[str, ...], name: str, says: str, mode
     if name == "budget_below_floor":
         assert error["detail"]["budget_bytes"] == 1 << 20
         assert error["detail"]["floor_bytes"] > 1 << 20
+
+
+def test_plan_refuses_what_llama_cpp_mixes_up(tmp_path: Path, h100: str) -> None:
+    model = tmp_path / "plamo2.gguf"
+    file = tiny_models._File("plamo2", model, "plamo2", 1, 64)
+    file.key("feed_forward_length", 128)
+    file.attention_keys(2, 1, 32)
+    file.head()
+    file.norms(0, "attn_norm", "ffn_norm")
+    file.attention(0, 2, 1, 32)
+    file.ffn(0, 128)
+    file.close()
+    args = ("--model", str(model), "--vram-budget", "600", "--profile", h100, "--parallel", "3", "--json")
+    error = json.loads(frameshard("plan", *args).stdout)["error"]
+    assert error["name"] == "unsupported"
+    assert "more than 2 sequences" in error["message"]
 
 
 def test_cpu_has_nothing_to_plan(model_path: Path) -> None:

@@ -120,7 +120,12 @@ def _devices() -> tuple[Facts, list[str]]:
     """What the child process has found, and the problems."""
     try:
         child = subprocess.run(
-            program.command(__name__), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S
+            program.command(__name__),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",  # drivers write what they like
+            timeout=ASK_S,
         )
     except subprocess.TimeoutExpired:
         return {}, [f"the GPU drivers do not answer within {ASK_S:g} s"]
@@ -134,7 +139,11 @@ def _devices() -> tuple[Facts, list[str]]:
 
 
 def _anonymous(text: str) -> str:
-    return text.replace(str(Path.home()), "~")
+    """The text with "~" for the user's home directory, which has the user's name."""
+    home = Path.home()
+    if home == Path(home.anchor):  # as that of some containers
+        return text
+    return re.sub(rf"(?<!\w){re.escape(str(home))}(?!\w|[.-]\w)", "~", text)
 
 
 class _Examination:

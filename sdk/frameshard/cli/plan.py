@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadArgument(
             f"a prompt of {args.prompt} tokens needs a larger context than {args.ctx}: add --ctx {args.prompt + 512}"
         )
+    _check_launch(args)
     words = [word.strip() for word in args.vram_budget.split(",")]
     for size in (word for word in words if word not in ("floor", "full")):
         common.parse_size(size)  # report a typing error before measuring
@@ -104,6 +105,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_launch(args: argparse.Namespace) -> None:
+    """Checks that a launch would take the options.
+
+    :raises BadArgument: it would not.
+    """
+    from frameshard.wire.launch import EngineOptions
+
+    EngineOptions(
+        args.model,
+        device=args.device,
+        n_ctx=args.ctx,
+        n_ubatch=args.ubatch,
+        n_parallel=args.parallel,
+        n_threads=args.threads,
+        kv_type=args.kv_type,
+        adapters=tuple(args.adapter),
+        host_budget_bytes=args.host_budget,
+    )
+
+
 def _profile(args: argparse.Namespace, model: Model) -> Profile:
     from frameshard.cli.profile import measure
     from frameshard.plan.profile import load
@@ -126,6 +147,7 @@ class _Forecast:
 
         memory.check_kv_type(model, args.kv_type)
         memory.check_context(model, args.ctx)
+        memory.check_sequences(model, args.parallel)
         self.model, self.profile, self.n_prompt, self.n_ctx = model, profile, args.prompt, args.ctx
         self.device, self.host_budget = profile.device, args.host_budget
         self.where = str(profile.fingerprint.get("gpus", self.device))
