@@ -43,8 +43,8 @@ PROMISING = 1.5
 """How much longer than the fastest a setting may take, by its run with one ubatch, to be run with the whole prompt."""
 
 OVERHEAD = 1536 << 20
-"""The VRAM beside weights and KV that is assumed before a run has shown it. On an H100 0.8 to 1.3 GiB were measured. A
-run that takes too much says less than one that fits, so it is rather too high."""
+"""The VRAM beside weights and KV that is assumed before a run has shown it. On an H100 0.8 to 1.3 GiB were measured.
+The value is deliberately high, because a run that exceeds the budget tells the search less than one that fits."""
 
 
 class Search:

@@ -19,7 +19,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "frameshard[http]. Prints one line of JSON when it is ready: the base URL, and the key or the file with it. "
         "See docs/http.md.",
     )
-    parser.add_argument("--connect", metavar="FILE", help="the sidecar's connect file (the only sidecar's that serves)")
+    parser.add_argument(
+        "--connect",
+        metavar="FILE",
+        help="the sidecar's connect file (default: that of the only running sidecar)",
+    )
     parser.add_argument(
         "--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where to listen (127.0.0.1 and a free port)"
     )

@@ -31,8 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what fits into a VRAM budget and how fast it would run, without loading anything",
         description="For each budget: how many MiB of weights are resident, streamed and computed on the CPU while "
         "decoding, how many of them are read from disk, and the predicted time to the first token and decode rate "
-        "beside their bounds. Of a mixture of experts those are taken to be chosen that were when the model last ran "
-        "here. A budget below the floor is listed as such; exit status 2 if all are.",
+        "beside their bounds. For a mixture of experts, the prediction assumes that experts are chosen as often as "
+        "when the model last ran here. A budget below the floor is listed as such; exit status 2 if all are.",
     )
     common.add_model_args(parser)
     common.add_context_args(parser)

@@ -51,7 +51,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="A live view of a sidecar that runs, until Ctrl-C. Needs frameshard[top]. Without a connect file "
         "it takes the only sidecar of this user that serves, also one that a game has launched.",
     )
-    parser.add_argument("--connect", metavar="FILE", help="the sidecar's connect file (the only sidecar's that serves)")
+    parser.add_argument(
+        "--connect",
+        metavar="FILE",
+        help="the sidecar's connect file (default: that of the only running sidecar)",
+    )
     parser.add_argument("connect_file", nargs="?", metavar="FILE", help="the same, without --connect")
     parser.add_argument("--once", action="store_true", help="print one screen and leave")
     common.add_json_arg(parser)

@@ -37,8 +37,8 @@ class AdapterFile:
 
 
 def vram_bytes(adapters: Sequence[AdapterFile], n_ubatch: int) -> int:
-    """What adapters add to the floor, at most: their matrices, and what compute buffers grow by. These seldom grow.
-    Their allocator may leave gaps, so twice the bytes are counted that are in use at once."""
+    """What adapters add to the floor, at most: their matrices, and what the compute buffers grow by, which is usually
+    nothing. Because their allocator may leave gaps, twice the bytes in use at once are counted."""
     growth = max((each.token_bytes for each in adapters), default=0)
     return sum(each.n_bytes for each in adapters) + 2 * n_ubatch * growth
 

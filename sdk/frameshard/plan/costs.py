@@ -74,7 +74,8 @@ class Conditions:
     :param n_ctx_used: tokens of context that each decoded token attends to.
     :param turn_s: seconds of one hand-off to the CPU and back.
     :param kv_room: the most bytes of the KV cache in VRAM. The rest passes through the KV window in every graph.
-    :param kv_held: bytes of the whole KV cache, with its room for further tokens.
+    :param kv_held: bytes of the KV cache in VRAM and host memory: of the cells in use, and of those held for further
+        tokens.
     :param routing: the share of a layer's choices that each expert gets, descending. Empty: all experts the same.
     :param kv_type: the type of the KV cache.
     :param host_budget_bytes: host memory for weights; 0 for no limit.
@@ -261,8 +262,8 @@ class _Divided(NamedTuple):
     :param on_cpu: the shards that the CPU computes, of those that are not resident.
     :param streamed: the others of these.
     :param copy_s: the time of all copies but single experts, if the CPU does nothing.
-    :param host_s: the time of the CPU, if nothing is copied. Of experts that are copied meanwhile, theirs if it is
-        longer.
+    :param host_s: the time of the CPU, if nothing is copied. For layers of which some experts are copied meanwhile, the
+        time of these copies counts if it is longer.
     :param turns: for each shard the time on the device, and of hand-offs to the CPU and back; shape [shards].
     :param host_slower: how much longer the CPU takes beside the copies.
     :param copy_slower: how much longer copies take beside the CPU.

@@ -127,7 +127,7 @@ class Header:
     file_bytes: int
     fingerprint: bytes
     """SHA-256 of the file's size, its header and the first 4 KiB of each tensor. It tells models apart within
-    milliseconds; a file that was made to have another's fingerprint is not recognised."""
+    milliseconds; it does not protect against a file that was crafted to have the same fingerprint as another."""
     kinds: dict[str, int]
     """GGUF's number for the type of each key."""
 

@@ -249,7 +249,7 @@ class Context:
     """Bytes of the KV cache and of recurrent states. The part that fits beside the ring is in VRAM. The rest is in host
     memory and passes through the KV window in every graph.
 
-    :param used: bytes of the cells in use.
+    :param used: bytes of the cells in use, and of those held for further tokens.
     :param whole: bytes of all cells.
     :param window: bytes of the KV window, which holds the largest layer.
     :param kv_type: the type of the KV cache.

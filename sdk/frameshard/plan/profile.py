@@ -198,8 +198,8 @@ class Profile:
 
     def slowdowns(self, type_name: str) -> tuple[float, float]:
         """How much longer the CPU and copies take if both work at the same time: (CPU, copies), relative to the time
-        that each takes alone. 0 for no difference. Each shape of a type was measured at another moment, with what else
-        the machine did then, so the median of the shapes counts.
+        that each takes alone. 0 for no difference. The shapes of a type were measured at different moments, under
+        different other load, so the median over the shapes is used.
 
         :param type_name: the type of the weights that the CPU reads.
         """
