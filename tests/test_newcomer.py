@@ -88,6 +88,7 @@ def test_a_long_simulation_fits_a_terminal() -> None:
         (("plan", "--model", "smollm2-135m", "--vram-budget", "lots"), "'lots' is not a size: a number of MiB"),
         (("chat", "--model", "smollm2-135m", "--vram-budget", "lots"), "argument --vram-budget: 'lots' is not a size"),
         (("bench", "--model", "smollm2-135m", "--parallel", "0"), "argument --parallel: '0' is not a positive"),
+        (("bench", "--model", "smollm2-135m", "--threads", "1025"), "argument --threads: '1025' is more than 1024"),
         (("chat", "--model", "smollm2-135m", "--device", "CUDA7"), "no device named 'CUDA7'; there are:"),
         (("simulate", "menu"), "--model is needed"),
         (("top", "--connect", "/nowhere"), "no sidecar has left its connect file at /nowhere"),

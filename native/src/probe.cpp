@@ -163,26 +163,32 @@ static double seconds_on_device(Device &d, ggml_cgraph *graph, double budget_s) 
     return seconds;
 }
 
-// Host memory in blocks, one for each thread that reads it.
+// Host memory, of which each thread reads a part of its own.
 struct HostMemory {
-    static constexpr size_t kEach = (size_t)64 << 20;
-    std::vector<std::vector<uint64_t>> blocks;
+    static constexpr size_t kPart = (size_t)64 << 20;
+    // More than 16 threads read smaller parts, so that this memory does not grow with their number.
+    static constexpr size_t kMost = (size_t)1 << 30;
+    std::vector<uint64_t> values;
 
-    explicit HostMemory(uint32_t n_threads) : blocks(n_threads) {
-        for (auto &b : blocks) {
-            b.assign(stopped() ? 0 : kEach / 8, 1);
+    explicit HostMemory(uint32_t n_threads) {
+        const size_t n_values = std::min(kPart * n_threads, kMost) / 8;
+        values.reserve(n_values);
+        while (values.size() < n_values && !stopped()) {
+            values.resize(values.size() + kPart / 8, 1);
         }
     }
     double rate(uint32_t n_threads, double budget_s) {
+        const size_t n_each = std::min(kPart / 8, values.size() / n_threads) / 4 * 4;
         std::vector<uint64_t> sums(n_threads);
         const double t = timed(budget_s, [&] {
             std::vector<std::thread> threads;
             for (uint32_t i = 0; i < n_threads; i++) {
                 threads.emplace_back([&, i] {
+                    const uint64_t *part = values.data() + i * n_each;
                     uint64_t sum[4] = {};
-                    for (size_t k = 0; k + 4 <= blocks[i].size(); k += 4) {
+                    for (size_t k = 0; k < n_each; k += 4) {
                         for (int j = 0; j < 4; j++) {
-                            sum[j] += blocks[i][k + j];
+                            sum[j] += part[k + j];
                         }
                     }
                     sums[i] = sum[0] + sum[1] + sum[2] + sum[3];
@@ -192,7 +198,7 @@ struct HostMemory {
                 th.join();
             }
         });
-        return (double)(kEach * n_threads) / t;
+        return (double)(8 * n_each * n_threads) / t;
     }
 };
 
@@ -257,6 +263,16 @@ struct Copies {
         }
         pageable.resize(source_bytes, 1);
         return pageable.data();
+    }
+    // Frees the host memory that copies of weights do not use.
+    void keep_weights_only() {
+        const char *kept = host(Source::weights);
+        if (kept != pageable.data()) {
+            std::vector<char>().swap(pageable);
+        }
+        if (pinned && kept != ggml_backend_buffer_get_base(pinned.get())) {
+            pinned.reset();
+        }
     }
 
     // Bytes per second of copies of `copy_bytes`.
@@ -444,6 +460,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         if (stopped()) {
             return FSD_STOPPED;
         }
+        copies.keep_weights_only(); // before the threads' memory is taken
         HostMemory memory(d.n_threads);
         for (int i = 0; i < FSD_PROBE_THREADS && !stopped(); i++) {
             r->threads[i] = threads[i];

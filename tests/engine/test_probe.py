@@ -94,6 +94,27 @@ def test_a_device_name_with_rates() -> None:
             native.parse_device(name)
 
 
+MANY_THREADS = """
+import sys
+from frameshard import native
+def peak_kib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+device = native.ShardDevice("emulated", vram_budget_bytes=0, n_threads=24)
+before = peak_kib()
+rates = device.probe_machine(0.01)
+print(list(rates.threads) == [1, 12, 24], min(rates.dram) > 0, (peak_kib() - before) >> 10)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+def test_the_memory_of_a_measurement_does_not_grow_with_the_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, timeout=300, check=True)
+    threads, measured, mib = done.stdout.split()
+    assert (threads, measured) == ("True", "True")
+    assert int(mib) < 1024 + 3 * 64  # the threads' part and the copies'; 24 parts of 64 MiB are 1,536
+
+
 STREAM = """
 import functools, json, sys
 from frameshard.engine import probe, rates

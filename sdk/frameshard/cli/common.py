@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from frameshard.cpu import default_threads
 from frameshard.errors import BadArgument
-from frameshard.wire.launch import KV_TYPES
+from frameshard.wire.launch import KV_TYPES, MAX_THREADS
 
 if TYPE_CHECKING:
     from frameshard.engine.runtime import Runtime
@@ -132,6 +132,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def threads(text: str) -> int:
+    """The type of an option: a number of threads that a launch accepts too."""
+    if positive(text) > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MAX_THREADS} threads")
+    return int(text)
+
+
 def rate(text: str) -> float:
     """The type of an option: a rate above zero."""
     try:
@@ -156,7 +163,7 @@ def add_model_args(parser: argparse.ArgumentParser, *, required: bool = True) ->
         "emulated: a GPU emulated on the CPU (emulated:25 copies 25e9 bytes/s at most); or a name such as CUDA0",
     )
     parser.add_argument(
-        "--threads", type=positive, default=default_threads(), metavar="N", help="CPU threads (half of the CPUs)"
+        "--threads", type=threads, default=default_threads(), metavar="N", help="CPU threads (half of the CPUs)"
     )
     add_json_arg(parser)
 

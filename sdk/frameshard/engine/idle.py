@@ -33,8 +33,9 @@ QUIET_S = 1.0
 """The machine is measured after so many seconds without a command or a decode."""
 
 HOST_BYTES = 2560 << 20
-"""Host memory that the measurements need: a buffer each of pinned, pageable and imported memory. Each is larger than
-any processor's cache."""
+"""Host memory that the measurements need at most: a buffer each of pinned, pageable and imported memory. Each is larger
+than any processor's cache. When threads read memory, one of the three is left, and their own takes less than the other
+two (native/src/probe.cpp)."""
 
 COPY_QUIET_S = 0.25
 """Conversations are copied after so many seconds without a command or a decode. Jobs of characters that talk in turns

@@ -19,7 +19,7 @@ from frameshard.errors import BadArgument, BadMessage
 from frameshard.wire import channel, checks, codec
 from frameshard.wire import messages as m
 from frameshard.wire.checks import Bytes, Count, Id, Seconds, Text, Tokens
-from frameshard.wire.launch import EngineOptions
+from frameshard.wire.launch import MAX_THREADS, EngineOptions
 
 Shapes = Annotated[tuple[tuple[Count, Count, Count], ...], codec.ENGINE.array]
 """How a sequence was divided into graphs. Each item is (tokens kept, tokens decoded, repetitions in a row)."""
@@ -238,7 +238,7 @@ class Ready:
     model: m.ModelInfo
     vram_budget_bytes: Bytes
     n_ubatch: Count
-    n_threads: Count
+    n_threads: Annotated[int, checks.integer(0, MAX_THREADS)]
     load_s: Seconds
 
 

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 KvType = Literal["f16", "q8_0", "q4_0"]
 MAX_HTTP_KEY = 256
+MAX_THREADS = 1024
 MAX_QUOTED = 200
 """The most characters of a line that an error repeats."""
 
@@ -162,7 +163,7 @@ class EngineOptions:
         " 256 tokens; in mode `stream_only` 512. Any other value holds at every budget, and the floor has room for it.",
     ] = 0
     n_parallel: Annotated[int, checks.integer(1, 64), "Number of jobs that run at once, each in its own context."] = 4
-    n_threads: Annotated[int, checks.integer(0, 1024), "Number of CPU threads; 0: half of the CPUs."] = 0
+    n_threads: Annotated[int, checks.integer(0, MAX_THREADS), "Number of CPU threads; 0: half of the CPUs."] = 0
     mode: Annotated[
         messages.Mode,
         "`planned`: the fastest plan at the budget. `stream_only`: slower, but the same bits at every budget.",
