@@ -573,8 +573,9 @@ local OPTIONS = {
     transport = { "text" },
     -- Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar chooses.
     endpoint = { "text" },
-    -- Path of the file from which other clients learn how to connect; only this user can read it. Without it, the
-    -- sidecar chooses a path. Refused with `bad_argument` if it cannot be written.
+    -- Path of the file from which other clients learn how to connect; only this user can read it. The sidecar removes
+    -- it at the end. Without it, the sidecar chooses a path. Refused with `bad_argument` if it cannot be written, or if
+    -- a file is there that is no connect file.
     connect_file = { "text" },
     -- Command of the Python that has frameshard installed. Default: python3, from PATH.
     python = { "text" },

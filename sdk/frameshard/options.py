@@ -61,8 +61,9 @@ class LaunchOptions(TypedDict, total=False):
     endpoint: str | None
     """Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar chooses."""
     connect_file: str | os.PathLike[str] | None
-    """Path of the file from which other clients learn how to connect; only this user can read it. Without it, the
-    sidecar chooses a path. Refused with `bad_argument` if it cannot be written."""
+    """Path of the file from which other clients learn how to connect; only this user can read it. The sidecar removes
+    it at the end. Without it, the sidecar chooses a path. Refused with `bad_argument` if it cannot be written, or if a
+    file is there that is no connect file."""
     engine: Sequence[str]
     """Command that starts the engine process."""
     max_jobs: int

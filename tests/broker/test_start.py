@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 import zmq
 
 import frameshard
@@ -256,7 +257,7 @@ def broker(config: dict[str, Any], **environment: str) -> tuple[int, dict[str, A
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     for path in (tmp_path, tmp_path / "file" / "in", "/proc/here", "/", "a\0b", "x" * 300):
-        with pytest.raises(errors.BadArgument), places.private_file(Path(path)):
+        with pytest.raises(errors.BadArgument), places.connect_file(Path(path)):
             pass
     with pytest.raises(errors.BadArgument), places.claim("ipc", "ipc:///proc/no/here"):
         pass
@@ -285,6 +286,48 @@ def test_serve_says_it_in_json(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert json.loads(done.stdout)["error"]["name"] == "bad_argument"
         assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@in_trio
+async def test_a_connect_file_replaces_no_other_file(tmp_path: Path) -> None:
+    place = tmp_path / "notes.txt"
+    os.mkfifo(tmp_path / "fifo")
+    for content in ("precious", '{"endpoint": "ipc:///a"}', "[1]"):
+        place.write_text(content)
+        for path in (place, tmp_path / "fifo"):
+            with pytest.raises(errors.BadArgument, match=r"cannot write the connect file .*(remove it|no file)"):
+                async with launch(connect_file=str(path)):
+                    pass
+        assert place.read_text() == content
+    place.write_bytes(b"")  # as tempfile.mkstemp leaves one
+    async with launch(connect_file=str(place)) as client:
+        async with frameshard.connect(place) as other:
+            assert other.info == client.info
+    assert [each.name for each in tmp_path.iterdir()] == ["fifo"]
+
+
+def test_a_file_that_appears_during_the_load_is_kept(tmp_path: Path) -> None:
+    place = tmp_path / "notes.txt"
+    with places.connect_file(place) as publish:
+        place.write_text("precious")
+        with pytest.raises(errors.BadArgument):
+            publish(b"{}")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["precious"]
+
+
+@in_trio
+async def test_an_older_sidecar_leaves_the_connect_file_of_a_newer_one(tmp_path: Path) -> None:
+    place = tmp_path / "two.json"
+    async with launch(connect_file=str(place)) as older, launch(connect_file=str(place)) as newer:
+        found = {json.loads(file.read_bytes())["epoch"] for file in places.running()}
+        assert found >= {older.info.epoch, newer.info.epoch}
+        directory = directory_of(older.info)
+        await older.shutdown()
+        while directory.exists():  # the last that a sidecar removes
+            await trio.sleep(0.01)
+        async with frameshard.connect(place) as other:
+            assert other.info == newer.info
+    assert list(tmp_path.iterdir()) == []
 
 
 @in_trio

@@ -155,9 +155,9 @@ typedef struct fs_launch_options {
     /* Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar chooses. At most
        4096 bytes; NULL (default): not given. */
     const char *endpoint;
-    /* Path of the file from which other clients learn how to connect; only this user can read it. Without it, the
-       sidecar chooses a path. Refused with `bad_argument` if it cannot be written. At most 4096 bytes; NULL
-       (default): not given. */
+    /* Path of the file from which other clients learn how to connect; only this user can read it. The sidecar
+       removes it at the end. Without it, the sidecar chooses a path. Refused with `bad_argument` if it cannot be
+       written, or if a file is there that is no connect file. At most 4096 bytes; NULL (default): not given. */
     const char *connect_file;
     /* Command of the Python that has frameshard installed. Default: python3, from PATH. */
     const char *python;

@@ -1,9 +1,10 @@
 """The endpoint of a sidecar and its files.
 
-Each launch has a new directory that only this user can enter. It holds the connect file and, with ipc, the socket. A
-lock file shows that the sidecar is alive. The operating system releases the lock when the process ends, also when it is
-killed, so the next launch finds and removes the directory. A path that the user gives for an ipc socket is locked too,
-because a second bind would take the path over without an error.
+Each launch has a new directory that only this user can enter. It holds a connect file, also if the option
+`connect_file` names another one, and, with ipc, the socket. A lock file shows that the sidecar is alive. The operating
+system releases the lock when the process ends, also when it is killed, so the next launch finds and removes the
+directory. A path that the user gives for an ipc socket is locked too, because a second bind would take the path over
+without an error.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from pathlib import Path
 
 from frameshard import system
 from frameshard.errors import BadArgument, EndpointInUse
+from frameshard.wire.launch import parse_info
 
 CONNECT_FILE = "connect.json"
+MAX_CONNECT_FILE = 1 << 16  # bytes, more than any has
 
 MAX_SOCKET_PATH = 100
 """The most bytes of a socket's path. The limits of operating systems are 104 and 108."""
@@ -50,30 +53,32 @@ def closed_name(path: Path) -> Path:
 
 
 def running() -> list[Path]:
-    """The connect files of this user's running sidecars. Sidecars with the option `connect_file` are not found."""
+    """The connect files of this user's running sidecars, in the directories of their launches."""
     root = _root()
     _sweep(root)
     return sorted(root.glob(f"run-*/{CONNECT_FILE}"))
 
 
 @contextmanager
-def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
-    """Yields a function that writes the file at `path` atomically. Only this user can read the file. The end of the
-    block removes it.
+def connect_file(path: Path) -> Iterator[Callable[[bytes], None]]:
+    """Yields a function that writes the connect file at `path` atomically. Only this user can read the file. It may
+    replace the connect file of another sidecar, but no other file. The end of the block removes it, unless another
+    sidecar has replaced it.
 
-    :raises BadArgument: the file cannot be written. The function may raise it too.
+    :raises BadArgument: the file cannot be written, or another file is there. The function may raise it too.
     """
-    published = False
+    published = None
 
     def publish(data: bytes) -> None:
         nonlocal published
         try:
             file.write(data)
             file.close()  # Windows does not rename an open file
+            _check_replaceable(path)  # again: loading a model takes a while
             part.replace(path)
         except OSError as error:
             raise refusal(error) from None
-        published = True
+        published = data
 
     def refusal(error: OSError | ValueError) -> BadArgument:
         why = error.strerror if isinstance(error, OSError) else error
@@ -83,8 +88,7 @@ def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
         part = path.with_name(f".{path.name}.{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _check_replaceable(path)
         file = open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)  # noqa: SIM115
     except (OSError, ValueError) as error:  # ValueError: the path contains NUL
         raise refusal(error) from None
@@ -93,7 +97,42 @@ def private_file(path: Path) -> Iterator[Callable[[bytes], None]]:
     finally:
         file.close()
         with contextlib.suppress(OSError):
-            (path if published else part).unlink()
+            if published is None:
+                part.unlink()
+            elif _content(path) == published:
+                path.unlink()
+
+
+def _content(path: Path) -> bytes:
+    """The content of a file, which a connect file's size limits; empty if there is no file.
+
+    :raises OSError: something else than a file is there, or it cannot be read.
+    """
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(kind):
+            raise FileExistsError(errno.EEXIST, "something is there that is no file")
+        with path.open("rb") as file:
+            return file.read(MAX_CONNECT_FILE)
+    except FileNotFoundError:
+        return b""
+
+
+def _check_replaceable(path: Path) -> None:
+    """Checks that there is no file at `path`, an empty one, or a connect file.
+
+    :raises OSError: something else is there.
+    """
+    content = _content(path)
+    try:
+        if content:
+            parse_info(content)
+    except BadArgument:
+        raise FileExistsError(
+            errno.EEXIST, "a file is there that is no connect file; remove it, or name another path"
+        ) from None
 
 
 @contextmanager

@@ -72,8 +72,10 @@ def serve(
     remote = _open_remote(config) if config.fallback else None
     with ExitStack() as stack:
         directory, wanted = stack.enter_context(places.claim(config.transport, config.endpoint))
-        connect_file = Path(config.connect_file) if config.connect_file else directory / places.CONNECT_FILE
-        publish = stack.enter_context(places.private_file(connect_file))
+        connect_files = [directory / places.CONNECT_FILE]  # where `endpoint.running` finds it
+        if config.connect_file:
+            connect_files.append(Path(config.connect_file))
+        publish = [stack.enter_context(places.connect_file(path)) for path in connect_files]
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         epoch = new_number()
@@ -96,10 +98,11 @@ def serve(
         serving = trio.Event()
 
         def announce() -> None:
-            publish(launch.info_line(info))
+            for each in publish:
+                each(launch.info_line(info))
             serving.set()
             if on_ready is not None:
-                on_ready(info, connect_file)
+                on_ready(info, connect_files[-1])
 
         try:
             run_http = partial(http.run, info, serving) if http else None

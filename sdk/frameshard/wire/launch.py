@@ -233,8 +233,9 @@ class ServeConfig(EngineOptions):
     ] = None
     connect_file: Annotated[
         Path | None,
-        "Path of the file from which other clients learn how to connect; only this user can read it. Without it, the"
-        " sidecar chooses a path. Refused with `bad_argument` if it cannot be written.",
+        "Path of the file from which other clients learn how to connect; only this user can read it. The sidecar"
+        " removes it at the end. Without it, the sidecar chooses a path. Refused with `bad_argument` if it cannot be"
+        " written, or if a file is there that is no connect file.",
     ] = None
     engine: Annotated[
         tuple[Annotated[str, checks.text(65536, least=1)], ...],

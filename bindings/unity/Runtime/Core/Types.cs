@@ -89,8 +89,9 @@ namespace Frameshard
         /// <summary>Where the sidecar listens: `ipc:///PATH` or `tcp://127.0.0.1:PORT`; without it, the sidecar
         /// chooses.</summary>
         public string Endpoint;
-        /// <summary>Path of the file from which other clients learn how to connect; only this user can read it. Without
-        /// it, the sidecar chooses a path. Refused with `bad_argument` if it cannot be written.</summary>
+        /// <summary>Path of the file from which other clients learn how to connect; only this user can read it. The
+        /// sidecar removes it at the end. Without it, the sidecar chooses a path. Refused with `bad_argument` if it
+        /// cannot be written, or if a file is there that is no connect file.</summary>
         public string ConnectFile;
         /// <summary>Command of the Python that has frameshard installed. Default: python3, from PATH.</summary>
         public string Python;

@@ -63,8 +63,9 @@ public:
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString Endpoint;
 
-	/** Path of the file from which other clients learn how to connect; only this user can read it. Without it, the
-	 * sidecar chooses a path. Refused with `bad_argument` if it cannot be written. */
+	/** Path of the file from which other clients learn how to connect; only this user can read it. The sidecar
+	 * removes it at the end. Without it, the sidecar chooses a path. Refused with `bad_argument` if it cannot be
+	 * written, or if a file is there that is no connect file. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString ConnectFile;
 
