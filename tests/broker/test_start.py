@@ -277,6 +277,12 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("option", ["model", "mmproj", "draft_model", "embedder", "connect_file", "adapters"])
+def test_a_path_with_a_nul_is_refused(option: str) -> None:
+    status, error = broker({option: ["pirate=a\0b"] if option == "adapters" else "a\0b"})
+    assert (status, error["name"], error["detail"]) == (3, "bad_argument", {"field": option})
+
+
 def test_serve_says_it_in_json(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(b"")

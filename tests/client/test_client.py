@@ -275,6 +275,10 @@ async def test_bad_arguments(shared_sidecar: Path) -> None:
                 await stream.completed()
         with pytest.raises(errors.BadArgument, match="temprature: unknown option"):
             client.ask("x", temprature=1)  # type: ignore[call-arg]
+        with pytest.raises(errors.BadArgument, match="NUL"):
+            await client.save_kv("mira", "a\0b")
+        with pytest.raises(errors.BadArgument, match="NUL"):
+            await client.load_kv("a\0b", conversation="mira")
         with pytest.raises(errors.BadArgument):
             await client.set_budget(-5)
         with pytest.raises(errors.BadArgument):

@@ -105,6 +105,9 @@ WRONG: list[dict[str, Any]] = [
     {"op": "budget", "seq": 1, "vram_budget_bytes": 1, "timeout_s": math.inf},
     {"op": "load"},
     {"op": "load", "model": ""},
+    {"op": "load", "model": "a\0b"},
+    {"op": "load", "model": "a.gguf", "adapters": ["pirate=a\0b"]},
+    {"op": "load_adapter", "seq": 1, "name": "pirate", "path": "a\0b"},
     {"op": "load", "model": "a.gguf", "n_ubatch": 2, "n_parallel": 3},
 ]
 

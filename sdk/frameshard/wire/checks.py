@@ -120,7 +120,14 @@ def text(limit: int, least: int = 0) -> Check:
 def path(least: int = 0) -> Check:
     """The path of a file; "" means no file if `least` is 0."""
     check = text(4096, least)
-    return Check({**check.description, "path": True}, check.take)
+
+    def take(value: Any, strict: bool) -> str:
+        found: str = check.take(value, strict)
+        if "\0" in found:
+            raise Refused("must be a path without NUL")
+        return found
+
+    return Check({**check.description, "path": True}, take)
 
 
 def binary(limit: int) -> Check:

@@ -124,8 +124,8 @@ def adapter_of(named: str) -> tuple[str, str]:
     :raises BadArgument: it is not ``NAME=PATH``.
     """
     name, _, path = named.partition("=")
-    if not 0 < len(name.encode(errors="replace")) <= 64 or not path:
-        raise BadArgument("adapters: must be NAME=PATH, with a name of 1 to 64 bytes", field="adapters")
+    if not 0 < len(name.encode(errors="replace")) <= 64 or not path or "\0" in path:
+        raise BadArgument("adapters: must be NAME=PATH, with a name of 1 to 64 bytes and no NUL", field="adapters")
     return name, path
 
 

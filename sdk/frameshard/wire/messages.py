@@ -33,7 +33,7 @@ Job = Annotated[Id, "Number of the job."]
 Seq = Annotated[Count, "Number of the event within its job, from 0 without gaps."]
 Timeline = Annotated[Count, "The `timeline` that the job was submitted with."]
 ConversationName = Annotated[str, checks.text(128, least=1)]
-FilePath = Annotated[str, checks.text(4096, least=1)]
+FilePath = Annotated[str, checks.path(least=1)]
 Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
 # ---- records inside messages ----------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Image:
     ]
     data: Annotated[bytes, checks.binary(MAX_INLINE_BYTES), "The bytes of the image; empty if `path` is given."] = b""
     path: Annotated[
-        str, checks.text(4096), "Path of shared memory that begins with the bytes; empty if `data` is given."
+        str, checks.path(), "Path of shared memory that begins with the bytes; empty if `data` is given."
     ] = ""
     size: Annotated[int, checks.integer(0, MAX_IMAGE_BYTES, "bytes"), "Number of bytes at `path`."] = 0
     width: Annotated[int, checks.integer(0, 1 << 16, "pixels"), "Width of an `rgb` or `rgba` image."] = 0
