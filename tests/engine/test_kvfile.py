@@ -82,3 +82,7 @@ def test_links_are_not_followed_and_others_cannot_read(tmp_path: Path) -> None:
     for other in (tmp_path, tmp_path / "pipe", tmp_path / "none"):
         with pytest.raises(kvfile.Unusable):
             read(other)
+    with pytest.raises(FileExistsError, match="pipe is there"):
+        kvfile.write(str(tmp_path / "pipe"), ENGINE, blob())
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "pipe", target]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,24 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     profiles.save(PROFILE, tmp_path / "deep" / "profile.json")
     assert profiles.load(tmp_path / "deep" / "profile.json") == PROFILE
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["profile.json"]
+
+
+def test_a_profile_replaces_no_link_and_no_pipe(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("target")
+    for _ in range(2):  # a link to nothing, and to a file
+        profiles.save(PROFILE, link)
+        assert link.is_symlink()
+        assert profiles.load(tmp_path / "target") == PROFILE
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    profiles.save(PROFILE, pipe)
+    assert pipe.is_fifo()
+    assert os.read(reading, 1 << 16).decode() == PROFILE.to_json()
+    os.close(reading)
+    with pytest.raises(IsADirectoryError):
+        profiles.save(PROFILE, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "target"]
 
 
 def test_measurements_of_another_version_are_left_out() -> None:

@@ -10,6 +10,7 @@ bytes is right. The checksum finds damage, not forgery: a program that may write
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -93,11 +94,15 @@ def identity(runtime: Runtime) -> dict[str, str]:
 
 def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
     """Writes a blob to a file that only this user can read. The file appears when it is whole, in the place of an
-    earlier one.
+    earlier one or of a link.
 
     :returns: the bytes of the file.
-    :raises OSError: it cannot be written. Nothing is left.
+    :raises OSError: it cannot be written, or what is there is no file. Nothing is left.
     """
+    with contextlib.suppress(FileNotFoundError):
+        kind = os.lstat(path).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISLNK(kind)):
+            raise FileExistsError(errno.EEXIST, "a directory, a device or a pipe is there")
     tokens = np.array(blob.tokens, "<i4")
     shapes = np.array(pack_shapes(blob.shapes), "<i4").reshape(-1, 3)
     header = codec.encode(

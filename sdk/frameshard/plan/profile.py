@@ -458,8 +458,12 @@ def _shipped() -> Path:
 
 
 def save(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Writes a profile to a file, atomically.
+    """Writes a profile to a file, atomically. A link is followed. A pipe or a device is not replaced but written to.
 
     :raises OSError: the file cannot be written.
     """
-    kept.write(Path(path), profile.to_json())
+    text = profile.to_json()
+    if os.path.exists(path) and not os.path.isfile(path):
+        Path(path).write_text(text, "utf-8")
+    else:
+        kept.write(Path(os.path.realpath(path)), text)
