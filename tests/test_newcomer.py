@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from frameshard.cli import COMMANDS, common, simulate
+from frameshard.errors import below_floor
 from frameshard.simulation.player import Change, Job, Recording, Sample
 
 EMULATED = ("--device", "emulated:20", "--threads", "1")
@@ -93,6 +94,9 @@ def test_a_long_simulation_fits_a_terminal() -> None:
         (("simulate", "menu"), "--model is needed"),
         (("top", "--connect", "/nowhere"), "no sidecar has left its connect file at /nowhere"),
         (("top", "--connect", "a", "b"), "name one connect file"),
+        (("top", "--connect", __file__), "test_newcomer.py is no connect file: not JSON"),
+        (("plan", "--model", "", "--vram-budget", "64"), "no model file ''; known names are smollm2-135m"),
+        (("serve", "--model", "smollm2-135m", "--fallback-model", "m"), "--fallback-model is for --fallback"),
         (("bench", "--model", "smollm2-135m", "--ctx", "99"), "need a context of 577 tokens, --ctx is 99"),
     ],
 )
@@ -102,6 +106,21 @@ def test_an_error_is_one_line_that_says_what_to_do(args: tuple[str, ...], says: 
     assert "WARNING" not in result.stderr
     (said,) = [line for line in result.stderr.splitlines() if line.startswith("frameshard: ")]
     assert says in said
+
+
+@pytest.mark.parametrize(("n_bytes", "says"), [(3 << 19, "1.5 MiB"), (60 << 20, "60 MiB"), (7, "7 bytes")])
+def test_a_budget_below_the_floor_is_told_as_it_was_given(n_bytes: int, says: str) -> None:
+    assert below_floor(n_bytes, 64 << 20).message == f"a VRAM budget of {says} is below the floor of 64 MiB"
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(
+    shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path / "file"))
+    said = frameshard("profile", "--model", str(shallow_model), *EMULATED, "--seconds", "0.5")
+    assert said.stderr.count("the profile is not kept") == 1
+    assert "kept in" not in said.stdout
 
 
 def test_a_first_measurement_and_each_row_are_said(

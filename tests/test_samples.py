@@ -54,6 +54,16 @@ def test_the_village_plays_and_the_budget_changes_during_answers(wordy_model: Pa
     assert "Joss speaks with the LoRA adapter sailor.gguf" in result.stdout
 
 
+def test_the_guard_says_what_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "pygame.py").write_text("raise ModuleNotFoundError('No module named pygame', name='pygame')")
+    scene = REPO / "samples" / "scene_reasoning" / "main.py"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, scene, "--help"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (1, "pygame is not installed: pip install 'frameshard[samples]'\n")
+
+
 @sidecars.in_trio
 async def test_the_adapter_of_the_fisherman_makes_him_a_sailor(model_path: Path) -> None:
     questions = (

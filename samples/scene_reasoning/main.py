@@ -22,7 +22,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pygame
+try:
+    import pygame
+except ModuleNotFoundError:
+    sys.exit("pygame is not installed: pip install 'frameshard[samples]'")
 
 import frameshard
 from frameshard import models, sync

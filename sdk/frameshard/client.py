@@ -1218,6 +1218,8 @@ def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python
 
     :param target: the path of its connect file, or the :attr:`Client.info` of another client.
     :param name: name of this client in the sidecar's log.
+    :raises ConnectionLost: there is no such file.
+    :raises BadArgument: it is no connect file.
     """
     if isinstance(target, ConnectInfo):
         return ClientScope(name, target, None, None)
@@ -1225,7 +1227,11 @@ def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python
         text = Path(target).read_bytes()
     except OSError as error:
         raise ConnectionLost(f"no sidecar has left its connect file at {os.fspath(target)}: {error.strerror}") from None
-    return ClientScope(name, wire_launch.parse_info(text), None, None)
+    try:
+        info = wire_launch.parse_info(text)
+    except BadArgument as error:
+        raise BadArgument(f"{os.fspath(target)} is no connect file: {error.message}", **error.detail) from None
+    return ClientScope(name, info, None, None)
 
 
 def rows_of(answer: m.Embeddings) -> Rows:

@@ -194,7 +194,7 @@ def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardE
 
 def below_floor(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
     """Returns the error for a VRAM budget that is too small for the model."""
-    budget = f"{budget_bytes >> 20} MiB" if budget_bytes >= 1 << 20 else f"{budget_bytes} bytes"
+    budget = f"{budget_bytes / (1 << 20):.6g} MiB" if budget_bytes >= 1 << 20 else f"{budget_bytes} bytes"
     return BudgetBelowFloor(
         f"a VRAM budget of {budget} is below the floor of {-(-floor_bytes >> 20)} MiB",
         budget_bytes=budget_bytes,

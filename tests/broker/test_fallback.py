@@ -529,6 +529,7 @@ def test_a_key_that_cannot_be_used_is_refused_and_not_repeated(tmp_path: Path) -
     for wrong in (
         {"fallback_key_file": str(open_to_all)},
         {"fallback_key_file": str(empty)},
+        {"fallback_key_file": str(tmp_path)},
         {"fallback_key_file": str(tmp_path / KEY)},
         {"fallback_key_env": KEY},
     ):

@@ -155,6 +155,9 @@ def test_a_key_is_kept_in_a_private_file(place: Path, tmp_path: Path) -> None:
     kept.chmod(0o644)
     with pytest.raises(BadArgument, match="others may read"):
         key_in(kept)
+    for other in (tmp_path, Path(os.devnull)):
+        with pytest.raises(BadArgument, match="is no file"):
+            key_in(other)
     with pytest.raises(BadArgument, match="without a key"):
         Options(*address_of("0.0.0.0:0", "bind"), key=None)
     with pytest.raises(BadArgument, match="not an address"):

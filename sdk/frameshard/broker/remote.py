@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import stat
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -231,7 +232,10 @@ def _key(config: ServeConfig) -> str:
     elif config.fallback_key_file:
         field, path = "fallback_key_file", Path(config.fallback_key_file)
         try:
-            if os.name == "posix" and path.stat().st_mode & 0o077:
+            mode = path.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+                raise BadArgument(f"{field}: is no file", field=field)
+            if os.name == "posix" and mode & 0o077:
                 raise BadArgument(f"{field}: others may read that file: chmod 600", field=field)
             key = path.read_text().strip()
         except (OSError, ValueError) as error:

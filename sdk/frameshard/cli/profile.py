@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         common.emit_json({"path": str(path), **profile.to_dict()})
         return 0
     print(table(profile))
-    print(f"kept in {path}")
+    if path.is_file():  # not where the cache cannot be written
+        print(f"kept in {path}")
     return 0
 
 

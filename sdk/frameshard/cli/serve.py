@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from frameshard.broker import serve
     from frameshard.wire.launch import ServeConfig, adapter_of
 
+    _check_fallback(args)
     mmproj = args.mmproj or models.mmproj_of(args.model)
     config = ServeConfig(
         model=str(models.resolve(args.model).absolute()),
@@ -148,6 +149,13 @@ def run(args: argparse.Namespace) -> int:
             common.emit_json({"connect_file": str(connect_file), "endpoint": info.endpoint, **http, "pid": info.pid})
 
     return interrupt.STATUS if serve(config, on_ready=ready, on_loading=progress.loading) == signal.SIGINT else 0
+
+
+def _check_fallback(args: argparse.Namespace) -> None:
+    for name in ("model", "key_file", "key_env"):
+        if getattr(args, f"fallback_{name}") and not args.fallback:
+            option = f"--fallback-{name.replace('_', '-')}"
+            raise BadArgument(f"{option} is for --fallback", field=f"fallback_{name}")
 
 
 def _http_key(http: str, key_file: str | None) -> str:

@@ -115,6 +115,7 @@ class Measurements:
         self._products: dict[str, Product] = {}
         self._attention: dict[str, Attention] = {}
         self._steps = self._missing()
+        self._told = False
 
     def run(self) -> Profile:
         """Makes all measurements at once and returns the profile.
@@ -147,7 +148,9 @@ class Measurements:
         try:
             save(self.profile(), path)
         except OSError as error:  # a read-only cache: the next start measures again
-            logger.warning("the profile is not kept: %s", error)
+            if not self._told:
+                logger.warning("the profile is not kept: %s", error)
+            self._told = True
         else:
             if self.complete:
                 logger.info("the profile of this machine is kept in %s", path)

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import secrets
 import signal
+import stat
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,10 @@ def key_in(path: Path) -> str:
                 file.write(f"{key}\n")
             return key
         except FileExistsError:
-            if os.name == "posix" and path.stat().st_mode & 0o077:
+            mode = path.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+                raise BadArgument(f"the key file {path} is no file", field="key_file") from None
+            if os.name == "posix" and mode & 0o077:
                 raise BadArgument(f"others may read the key in {path}: chmod 600 {path}", field="key_file") from None
             key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
