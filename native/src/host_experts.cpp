@@ -97,15 +97,24 @@ bool HostExperts::add_block() {
 void HostExperts::begin_use() {
     table_.begin_use();
     use_++;
-    reading_.erase(std::remove_if(reading_.begin(), reading_.end(),
-                                  [this](int slot) {
-                                      const Disk::Read &read = slots_[(size_t)slot].read;
-                                      return !read || disk_->state(read) > DiskRead::State::running;
-                                  }),
-                   reading_.end());
+    release_read();
     for (int slot : reading_) {
         table_.find(table_.key(slot)); // what is read into its memory now is no other's
     }
+}
+
+// Slots that only an earlier use has asked for are free once their reads have ended.
+void HostExperts::release_read() {
+    reading_.erase(std::remove_if(reading_.begin(), reading_.end(),
+                                  [this](int slot) {
+                                      const Slot &s = slots_[(size_t)slot];
+                                      const bool ended = !s.read || disk_->state(s.read) > DiskRead::State::running;
+                                      if (ended && s.asked != use_) {
+                                          table_.release(slot);
+                                      }
+                                      return ended;
+                                  }),
+                   reading_.end());
 }
 
 double HostExperts::heat(uint64_t key) const {
@@ -122,7 +131,8 @@ bool HostExperts::ask(int piece, int expert, bool must) {
     const uint64_t k = key(piece, expert);
     int slot = table_.find(k);
     if (slot >= 0) {
-        const Slot &s = slots_[(size_t)slot];
+        Slot &s = slots_[(size_t)slot];
+        s.asked = use_;
         if (!s.read || s.use == use_ || disk_->state(s.read) != DiskRead::State::failed) {
             return true;
         }
@@ -130,6 +140,7 @@ bool HostExperts::ask(int piece, int expert, bool must) {
         if (table_.n_empty() == 0) {
             add_block();
         }
+        release_read();
         slot = table_.take(k, must);
     }
     if (slot >= 0) {
@@ -141,7 +152,7 @@ bool HostExperts::ask(int piece, int expert, bool must) {
 void HostExperts::read(int slot, const FileRange &range) {
     Slot &s = slots_[(size_t)slot];
     GGML_ASSERT(!s.read || disk_->state(s.read) > DiskRead::State::running);
-    s.use = use_;
+    s.use = s.asked = use_;
     s.skip = (size_t)(range.from - range.span());
     s.read = std::make_shared<DiskRead>();
     s.read->file = range.file;

@@ -3,8 +3,8 @@
 // A slot holds one matrix of one expert. What a graph needs and no slot holds is read from disk, in place of what routers choose
 // least, as ExpertCache counts it. Slots are taken in blocks, when they are needed, of the device's pinned memory if it has any.
 //
-// A matrix that was asked for keeps its slot while it is read, and until the next begin_use(), or until its copy to the device
-// is queued. A slot is read into again only when copies from it have run.
+// A matrix that was asked for keeps its slot until its copy to the device is queued, or until the next begin_use(), and while it
+// is read. A slot is read into again only when copies from it have run.
 #pragma once
 
 #include "disk.h"
@@ -73,6 +73,7 @@ class HostExperts {
     struct Slot {
         Disk::Read read;    // under way or failed; null: what the slot is for is there
         uint64_t use = 0;   // that has asked for the read
+        uint64_t asked = 0; // the latest use that needs the matrix
         size_t skip = 0;    // to its first byte
         SharedEvent copied; // the latest copy from it
     };
@@ -81,6 +82,7 @@ class HostExperts {
     const std::shared_ptr<char> &block_of(int slot) const { return blocks_[(size_t)slot / block_slots_]; }
     char *memory(int slot) const { return block_of(slot).get() + (size_t)slot % block_slots_ * slot_bytes_; }
     bool add_block();
+    void release_read();
     void free_blocks(size_t left);
     void read(int slot, const FileRange &range);
 

@@ -1395,6 +1395,38 @@ LINUX_SCENARIO(experts_are_read_one_by_one) { read_experts(false); }
 
 LINUX_SCENARIO(experts_are_read_one_by_one_for_the_cpu) { read_experts(true); }
 
+// They are still under way when the next graph needs other experts, and no more room than the slots have.
+LINUX_SCENARIO(reads_of_an_aborted_graph_give_their_slots_back) {
+    fsd_config c = config_of(0);
+    c.emulated_disk_gbps = 0.02;
+    DiskSession s(c);
+    s.commit();
+    s.leave_experts(true);
+    const std::vector<uint8_t> placement(s.n_shards, FSD_CPU);
+    const fsd_tier tier = {0, placement.data()};
+    // The CPU computes all experts that are read, so they keep their slots until the end of their layer.
+    CHECK(fsd_set_plan(&tier, 1, s.n_shards, 3 * kPieceBytes, 0.0, 0) == FSD_OK);
+    s.check_conversation();
+    for (size_t round = 0; round < 30; round++) {
+        CHECK(fsd_clear_expert_cache() == FSD_OK);
+        std::vector<float> logits;
+        std::atomic<bool> done{false};
+        std::thread aborter([&, reads = stats().disk_expert_reads + 1 + round % 15] {
+            while (!done.load() && stats().disk_expert_reads < reads) {
+                std::this_thread::yield();
+            }
+            CHECK(fsd_set_abort(1) == FSD_OK);
+        });
+        const ggml_status aborted = s.net->decode(s.conversation[1 + round % 2], logits);
+        done.store(true);
+        aborter.join();
+        CHECK(aborted == GGML_STATUS_ABORTED || aborted == GGML_STATUS_SUCCESS);
+        CHECK(fsd_set_abort(0) == FSD_OK && fsd_end_graph() == FSD_OK && fsd_clear_expert_cache() == FSD_OK);
+        CHECK(s.net->decode(s.conversation[2 - round % 2], logits) == GGML_STATUS_SUCCESS);
+    }
+    s.check_conversation();
+}
+
 LINUX_SCENARIO(host_budget_changes_while_graphs_run) {
     DiskSession s(config_of(0));
     s.commit();
