@@ -97,8 +97,7 @@ class Pacing {
         answer(generation, true, budget, used, floor);
     }
     void accept(uint64_t generation) { accepted_.store(generation); }
-    // An accepted budget is in force now: tells the host. [any thread]
-    bool has_accepted() const { return accepted_.load() != 0; }
+    // All accepted budgets are in force now: tells the host, if it was not told. [any thread]
     void answer_accepted(uint64_t budget, uint64_t used, uint64_t floor);
     PacingFigures figures();
 

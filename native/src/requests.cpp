@@ -35,6 +35,7 @@ void BudgetRequests::apply() {
 }
 
 void BudgetRequests::read_frame_block() {
+    std::lock_guard<std::mutex> lock(mutex_); // of two threads, the one that reads the later budget asks for it later
     uint64_t generation, bytes;
     if (!pacing_.new_budget(generation, bytes)) {
         return;
@@ -44,14 +45,14 @@ void BudgetRequests::read_frame_block() {
         pacing_.refuse(generation, ledger_->budget(), ledger_->used(), ledger_->floor());
         return;
     }
-    std::lock_guard<std::mutex> lock(mutex_);
     bytes_.store(wanted);
     pacing_.accept(generation);
     asked_.fetch_add(1);
 }
 
 void BudgetRequests::answer_frame_block() {
-    if (pacing_.has_accepted() && !pending()) {
+    std::lock_guard<std::mutex> lock(mutex_); // no budget is accepted meanwhile
+    if (!pending()) {
         pacing_.answer_accepted(ledger_->budget(), ledger_->used(), ledger_->floor());
     }
 }

@@ -1,7 +1,16 @@
 // Tests when the pacer starts steps. A simulated host draws frames of 16 ms and uses the GPU for a part of each. Steps
 // in that part share the GPU with the host.
 #include "check.h"
-#include "pacing.h"
+#include "inner.h"
+#include "requests.h"
+
+#include <string>
+#include <thread>
+#ifdef __linux__
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -157,6 +166,86 @@ TEST(an_idle_or_silent_host_is_not_waited_for) {
     CHECK(pacer.start_at(2 * kMs) <= 2 * kMs);
     CHECK(pacer.figures().gpu_busy_s == 0.0);
 }
+
+#ifdef __linux__
+
+// The host's side of a frame block.
+struct HostBlock {
+    HostBlock() : fd(memfd_create("frames", MFD_ALLOW_SEALING)) {
+        CHECK(fd >= 0 && ftruncate(fd, sizeof(FrameBlock)) == 0);
+        CHECK(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0);
+        block = (FrameBlock *)mmap(nullptr, sizeof(FrameBlock), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        CHECK(block != MAP_FAILED);
+        block->magic = 0x42465346;
+        block->version = 1;
+    }
+    ~HostBlock() {
+        munmap(block, sizeof(FrameBlock));
+        close(fd);
+    }
+    HostBlock(const HostBlock &) = delete;
+    HostBlock &operator=(const HostBlock &) = delete;
+
+    std::string path() const { return "/proc/self/fd/" + std::to_string(fd); }
+    void ask(uint64_t generation, uint64_t budget) {
+        block->sequence.fetch_add(1);
+        __atomic_store_n(&block->vram_budget_bytes, budget, __ATOMIC_RELEASE);
+        __atomic_store_n(&block->budget_generation, generation, __ATOMIC_RELEASE);
+        block->sequence.fetch_add(1);
+    }
+
+    const int fd;
+    FrameBlock *block = nullptr;
+};
+
+// As the thread that polls the frame block and the one that runs graphs do.
+LINUX_TEST(two_threads_bring_the_latest_budget_of_the_frame_block_into_force) {
+    HostBlock host;
+    Pacing pacing;
+    std::string why;
+    CHECK(pacing.open(host.path().c_str(), why));
+    Inner inner(pacing);
+    Ledger ledger(inner, {});
+    BudgetRequests requests(pacing);
+    requests.serve(ledger, [&](uint64_t bytes) { ledger.set_budget(bytes); });
+    std::mutex graph_mutex;
+    const auto poll = [&] {
+        requests.read_frame_block();
+        if (std::unique_lock<std::mutex> lock(graph_mutex, std::try_to_lock); lock.owns_lock()) {
+            requests.apply();
+        }
+        requests.answer_frame_block();
+    };
+    const auto budget_of = [](uint64_t generation) { return 1000 + generation; };
+    uint64_t generation = 0;
+    for (int round = 0; round < 200; round++) {
+        std::atomic<bool> done{false}, runs{false};
+        std::thread other([&] {
+            while (!done.load()) {
+                poll();
+                runs.store(true);
+            }
+        });
+        while (!runs.load()) {
+            std::this_thread::yield();
+        }
+        for (int i = 0; i < 10000; i++) {
+            generation++;
+            host.ask(generation, budget_of(generation));
+            poll();
+            if (host.block->applied_generation.load() == generation) {
+                CHECK(host.block->budget_bytes.load() == budget_of(generation));
+            }
+        }
+        done.store(true);
+        other.join();
+        poll();
+        CHECK(host.block->applied_generation.load() == generation);
+        CHECK(host.block->budget_bytes.load() == budget_of(generation) && ledger.budget() == budget_of(generation));
+    }
+}
+
+#endif
 
 } // namespace
 
