@@ -232,6 +232,7 @@ struct Emulated {
     time_point other_since; // the epoch: the other process was not found yet
 
     std::atomic<uint64_t> n_computes{0};
+    std::atomic<uint64_t> n_pages{0}; // allocations for reads from disk
     std::atomic<bool> lost{false};
 
     // The caller holds `ledger`.
@@ -898,6 +899,7 @@ bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults) {
         {"stuck_ms", nullptr, &read.stuck_ms},
         {"disk_fail", &read.disk_fail, nullptr},
         {"disk_stall", &read.disk_stall, nullptr},
+        {"pages", &read.pages, nullptr},
         {"free_ms", nullptr, &read.free_ms},
         {"other_mb", nullptr, &read.other_mb},
         {"other_from", &read.other_from, nullptr},
@@ -956,6 +958,12 @@ ggml_backend_dev_t fs_emulated_device(const fs_emulated_config &config) {
 }
 
 void fs_emulated_free(ggml_backend_dev_t device) { delete &device_of(device); }
+
+bool fs_emulated_refuses_pages(ggml_backend_dev_t device) {
+    Emulated &d = device_of(device);
+    const uint64_t number = d.n_pages.fetch_add(1) + 1, first = d.config.faults.pages;
+    return first > 0 && number >= first && number < first + 8;
+}
 
 size_t fs_emulated_vram_unit(ggml_backend_dev_t device) {
     return std::max<size_t>(1, (size_t)device_of(device).config.faults.unit_kb * 1024);

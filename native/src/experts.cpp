@@ -311,7 +311,9 @@ Taken GroupRun::copy_read(std::vector<int> &to_copy, std::vector<int> &on_cpu) {
     for (const std::vector<int> *list : {&to_copy, &on_cpu}) {
         for (int expert : *list) {
             for (size_t p = 0; p < group.products.size(); p++) {
-                d.cache.experts().ask(piece_of(p), expert, true);
+                if (d.cache.experts().ask(piece_of(p), expert, true) == Taken::failed) {
+                    return Taken::failed;
+                }
             }
         }
     }

@@ -127,18 +127,21 @@ double HostExperts::heat(uint64_t key) const {
     return counts_.heat(layer, expert) * (counts_.keeps(layer, expert) ? kInVram : 1.0);
 }
 
-bool HostExperts::ask(int piece, int expert, bool must) {
+Taken HostExperts::ask(int piece, int expert, bool must) {
     const uint64_t k = key(piece, expert);
     int slot = table_.find(k);
     if (slot >= 0) {
         Slot &s = slots_[(size_t)slot];
         s.asked = use_;
         if (!s.read || s.use == use_ || disk_->state(s.read) != DiskRead::State::failed) {
-            return true;
+            return Taken::yes;
         }
     } else {
         if (table_.n_empty() == 0) {
             add_block();
+        }
+        if (slots_.empty()) {
+            return Taken::failed;
         }
         release_read();
         slot = table_.take(k, must);
@@ -146,7 +149,7 @@ bool HostExperts::ask(int piece, int expert, bool must) {
     if (slot >= 0) {
         read(slot, pieces_[(size_t)piece].matrix(expert));
     }
-    return slot >= 0;
+    return slot >= 0 ? Taken::yes : Taken::not_yet;
 }
 
 void HostExperts::read(int slot, const FileRange &range) {

@@ -57,9 +57,10 @@ class HostExperts {
 
     void begin_use();
     uint64_t n_read() const { return n_read_.load(); } // [any thread] matrices, so far
-    // Makes sure that a matrix is in a slot or read into one; what has failed for an earlier use is read again. False: no slot
-    // is free for it; one that it `must` have may take the place of any that is not in use.
-    bool ask(int piece, int expert, bool must);
+    // Makes sure that a matrix is in a slot or read into one; what has failed for an earlier use is read again.
+    // Taken::not_yet: no slot is free for it; one that it `must` have may take the place of any that is not in use.
+    // Taken::failed: the system refuses memory for the first slots.
+    Taken ask(int piece, int expert, bool must);
     // A matrix at `data`, with what lies behind it. Waits `most` for it. Taken::not_yet also when it was not asked for in this
     // use.
     Taken take(int piece, int expert, std::chrono::milliseconds most, const char *&data);

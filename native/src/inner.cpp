@@ -218,6 +218,9 @@ char *Inner::staging(size_t bytes) {
 }
 
 std::shared_ptr<char> Inner::pages(size_t bytes) const {
+    if (quirks.emulated && fs_emulated_refuses_pages(dev)) {
+        return nullptr;
+    }
     const size_t all = bytes + MappedFile::kUnit;
     std::shared_ptr<ggml_backend_buffer> memory = host_buffer_type() ? allocate_pinned(dev, all) : nullptr;
     if (!memory) {

@@ -163,9 +163,16 @@ Taken ReadAhead::take(int range, milliseconds most, const char *&data) {
         first = first_waiting();
     }
     if (first == slots_.size() || slots_[first].range != range) {
-        // It passes since it was asked for, or copies that are under way have all of the buffer.
+        // It passes since it was asked for, or copies that are under way have all of the buffer, or there is none.
         data = nullptr;
-        return passes_(range) ? Taken::yes : Taken::not_yet;
+        if (passes_(range)) {
+            return Taken::yes;
+        }
+        if (bytes_ < ranges_[(size_t)range].span_bytes()) {
+            why_ = "the system refuses memory for reads of weights";
+            return Taken::failed;
+        }
+        return Taken::not_yet;
     }
     Slot &slot = slots_[first];
     const DiskRead::State state = disk_->wait(slot.read, most);

@@ -306,10 +306,15 @@ Taken Ring::read_experts(size_t entry, std::chrono::milliseconds most, uint64_t 
         return Taken::failed;
     }
     const std::vector<int> left = lacking(entry);
-    for (size_t i = 0; i < left.size() && experts.ask(piece, left[i], i == 0); i++) {
-    }
     if (left.empty()) {
         return Taken::yes;
+    }
+    Taken asked = Taken::yes;
+    for (size_t i = 0; i < left.size() && asked == Taken::yes; i++) {
+        asked = experts.ask(piece, left[i], i == 0);
+    }
+    if (asked == Taken::failed) {
+        return asked;
     }
     const char *data = nullptr;
     return experts.take(piece, left[0], most, data) == Taken::failed ? Taken::failed : Taken::not_yet;

@@ -1285,8 +1285,8 @@ struct DiskSession : Session {
         }
         return bytes;
     }
-    // From now on all weights but experts are in VRAM or held. Returns the host budget.
-    uint64_t leave_experts(bool planned) {
+    // From now on the budgets have room for all weights but experts. Returns the host budget.
+    uint64_t set_budgets_without_experts(bool planned) {
         const uint64_t budget = host_floor + ggml_nbytes(net->weights.head) + (768 << 10);
         CHECK(fsd_set_budget(full - expert_bytes(), 0) == FSD_OK && fsd_set_host_budget(budget, 10) == FSD_OK);
         CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
@@ -1294,6 +1294,11 @@ struct DiskSession : Session {
         const fsd_tier tier = {0, placement.data()};
         const uint64_t ring = 3 * kPieceBytes; // with room for a few experts
         CHECK(fsd_set_plan(&tier, 1, n_shards, ring, 0.5, !planned) == FSD_OK);
+        return budget;
+    }
+    // From now on all weights but experts are in VRAM or held. Returns the host budget.
+    uint64_t leave_experts(bool planned) {
+        const uint64_t budget = set_budgets_without_experts(planned);
         const auto waits = [this] {
             const fsd_stats before = stats();
             check_decode(conversation.size() - 1);
@@ -1319,7 +1324,7 @@ struct DiskSession : Session {
         CHECK(status == GGML_STATUS_FAILED);
         CHECK(std::strstr(fsd_last_error(), why) != nullptr);
     }
-    // Decodes until the reads that are still to fail have failed.
+    // Decodes until what is still to fail has failed.
     void decode_after_failures() {
         std::vector<float> logits;
         net->forget();
@@ -1547,6 +1552,31 @@ LINUX_SCENARIO(an_expert_that_cannot_be_read_ends_one_graph) {
         s.check_conversation();
     }
 }
+
+LINUX_SCENARIO(refused_memory_for_reads_ends_one_graph) {
+    set_fault("pages", 1);
+    DiskSession s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
+    CHECK(fsd_set_host_budget(stats().host_floor_bytes, 10) == FSD_OK);
+    s.expect_failure("the system refuses memory for reads of weights");
+    s.decode_after_failures();
+    s.check_conversation();
+}
+
+void refuse_memory_for_experts(bool planned) {
+    set_fault("pages", 2); // the first is that for other weights
+    DiskSession s(config_of(0));
+    s.commit();
+    s.set_budgets_without_experts(planned);
+    s.expect_failure("the system refuses memory for experts");
+    s.decode_after_failures();
+    s.check_conversation();
+}
+
+LINUX_SCENARIO(refused_memory_for_experts_ends_one_graph) { refuse_memory_for_experts(false); }
+
+LINUX_SCENARIO(refused_memory_for_experts_of_the_cpu_ends_one_graph) { refuse_memory_for_experts(true); }
 
 LINUX_SCENARIO(a_file_that_changes_ends_every_graph) {
     DiskSession s(config_of(0));
