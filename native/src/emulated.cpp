@@ -706,7 +706,7 @@ bool all_on_device(const Emulated &d, const ggml_cgraph *graph) {
             const ggml_tensor *src = node->src[j];
             // GPU kernels may read pinned host memory. Here that is memory without a buffer, or of the host buffer type.
             const bool host = src != nullptr && node->op == GGML_OP_SET_ROWS && src->data &&
-                              (src->buffer == nullptr || ggml_backend_buffer_is_host(src->buffer));
+                              (src->buffer == nullptr || src->buffer->buft == &d.pinned_buft);
             bad = src == nullptr || host || is_on_device(d, src, bytes_read(node, src)) ? nullptr : src;
         }
         if (bad != nullptr) {

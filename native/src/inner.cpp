@@ -210,8 +210,7 @@ char *Inner::staging(size_t bytes) {
     if (staging_bytes < bytes) {
         synchronize(); // it may be in use
         staging_bytes = align_up(2 * bytes);
-        ggml_backend_buffer_type_t host = host_buffer_type();
-        pinned_staging.reset(host ? ggml_backend_buft_alloc_buffer(host, staging_bytes.load()) : nullptr);
+        pinned_staging = allocate_of_host_type(dev, staging_bytes.load());
         pageable_staging.resize(pinned_staging ? 0 : staging_bytes.load());
     }
     return pinned_staging ? (char *)ggml_backend_buffer_get_base(pinned_staging.get()) : pageable_staging.data();

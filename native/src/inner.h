@@ -144,7 +144,7 @@ class Inner {
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
     ggml_backend_event_t computed = nullptr; // of mirror_waits()
     InnerBuffer pinned_staging, pinned_zeros;
-    std::vector<char> pageable_staging; // where the device has no pinned memory
+    std::vector<char> pageable_staging; // where there is no pinned memory
     std::atomic<size_t> staging_bytes{0};
 };
 

@@ -83,6 +83,13 @@ InnerBuffer allocate_pages(size_t bytes) {
     return memory;
 }
 
+InnerBuffer allocate_of_host_type(ggml_backend_dev_t device, size_t bytes) {
+    ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device);
+    InnerBuffer memory(host ? ggml_backend_buft_alloc_buffer(host, bytes) : nullptr);
+    // With no more of it ggml gives other memory, which kernels cannot read.
+    return memory && ggml_backend_buffer_get_type(memory.get()) == host ? std::move(memory) : nullptr;
+}
+
 static InnerBuffer pinned_pages(ggml_backend_dev_t device, size_t bytes) {
     InnerBuffer memory = allocate_pages(bytes);
     if (!memory) {
@@ -108,12 +115,10 @@ InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes) {
     if (InnerBuffer memory = cuda_device && bytes >= kLeastOfPages ? pinned_pages(device, bytes) : nullptr) {
         return memory;
     }
-    ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(device);
-    InnerBuffer memory(ggml_backend_buft_alloc_buffer(host, bytes));
-    if (!memory || ggml_backend_buffer_get_type(memory.get()) != host) { // with no more of it ggml gives other memory
-        return nullptr;
+    InnerBuffer memory = allocate_of_host_type(device, bytes);
+    if (memory) {
+        ggml_backend_buffer_clear(memory.get(), 0);
     }
-    ggml_backend_buffer_clear(memory.get(), 0);
     return memory;
 }
 

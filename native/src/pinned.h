@@ -13,7 +13,10 @@ struct BufferDeleter {
 };
 using InnerBuffer = std::unique_ptr<ggml_backend_buffer, BufferDeleter>;
 
-// Zeroed memory of the device, which must have a host buffer type; null if there is no more of it. Both: [any thread].
+// Memory of the device's host buffer type; null if it has none, or no more of it. All three: [any thread].
+InnerBuffer allocate_of_host_type(ggml_backend_dev_t device, size_t bytes);
+
+// The same, zeroed, and quicker to get where there is much of it.
 InnerBuffer allocate_pinned(ggml_backend_dev_t device, size_t bytes);
 
 // Zeroed memory that is not pinned, and that goes back to the system when it is freed, which malloc's may not.

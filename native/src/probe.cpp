@@ -228,10 +228,7 @@ struct Copies {
             return;
         }
         target = d.ledger.allocate(Use::scratch, target_bytes);
-        ggml_backend_buffer_type_t host = d.inner.host_buffer_type();
-        if (host) {
-            pinned.reset(ggml_backend_buft_alloc_buffer(host, source_bytes));
-        }
+        pinned = allocate_of_host_type(d.inner.dev, source_bytes);
         if (pinned) {
             memset(ggml_backend_buffer_get_base(pinned.get()), 1, source_bytes);
         }

@@ -145,6 +145,50 @@ TEST(memory_without_room_for_a_pinned_copy_is_staged) {
     fs_emulated_free(device);
 }
 
+// Kernels that read pinned memory alone must not read what the device gives instead.
+TEST(rows_in_staging_memory_that_is_not_pinned_are_copied) {
+    fs_emulated_config config;
+    config.faults.unpinned = 2;
+    Pacing pacing;
+    Inner inner(pacing);
+    ggml_backend_dev_t device = fs_emulated_device(config);
+    CHECK(inner.open(device, 16 << 20));
+    inner.quirks.host_reads = HostReads::pinned;
+    constexpr int64_t kColumns = 64, kRows = 8;
+    constexpr size_t kRow = kColumns * sizeof(float);
+    InnerBuffer buffer(ggml_backend_buft_alloc_buffer(inner.buffer_type(), kRows * kRow));
+    ggml_tensor to = raw_tensor(buffer.get(), ggml_backend_buffer_get_base(buffer.get()), kRows * kRow);
+    to.type = GGML_TYPE_F32;
+    to.ne[0] = kColumns;
+    to.ne[1] = kRows;
+    to.nb[0] = sizeof(float);
+    to.nb[1] = kRow;
+    const std::vector<int64_t> places = {1, 2, 6};
+    HostRows rows;
+    for (const bool pinned : {false, true}) { // the device refuses the first allocation
+        ggml_backend_buffer_clear(buffer.get(), 0);
+        char *staged = inner.staging(pinned ? 1 << 20 : 4096), *at = staged + places.size() * kRow;
+        const float value = pinned ? 2 : 1;
+        std::fill_n((float *)staged, places.size() * kColumns, value);
+        memcpy(at, places.data(), places.size() * sizeof(int64_t));
+        const uint64_t before = fs_emulated_get_stats(device).h2d_bytes;
+        CHECK(inner.put_rows(rows, to, staged, (const int64_t *)at, (int64_t)places.size()) == GGML_STATUS_SUCCESS);
+        inner.synchronize();
+        CHECK(!fs_emulated_get_stats(device).lost);
+        CHECK((fs_emulated_get_stats(device).h2d_bytes == before) == pinned);
+        std::vector<float> got(kRows * kColumns);
+        ggml_tensor raw = raw_tensor(buffer.get(), to.data, kRows * kRow);
+        ggml_backend_tensor_get(&raw, got.data(), 0, kRows * kRow);
+        for (int64_t row = 0; row < kRows; row++) {
+            const bool written = std::count(places.begin(), places.end(), row) > 0;
+            CHECK(got[(size_t)(row * kColumns)] == (written ? value : 0));
+        }
+    }
+    inner.close_streams();
+    buffer.reset();
+    fs_emulated_free(device);
+}
+
 } // namespace
 
 TEST_MAIN()
