@@ -14,11 +14,6 @@
 
 using namespace fsd;
 
-static fsd_status fail(fsd_status status, std::string message) {
-    last_error() = std::move(message);
-    return status;
-}
-
 static std::string device_list() {
     std::string names = "emulated";
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {

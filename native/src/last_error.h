@@ -1,7 +1,10 @@
 // What fsd_last_error() returns.
 #pragma once
 
+#include "frameshard_device.h"
+
 #include <string>
+#include <utility>
 
 namespace fsd {
 
@@ -9,6 +12,12 @@ namespace fsd {
 inline std::string &last_error() {
     static thread_local std::string text;
     return text;
+}
+
+// For functions of frameshard_device.h: notes why they return `status`.
+inline fsd_status fail(fsd_status status, std::string message) {
+    last_error() = std::move(message);
+    return status;
 }
 
 } // namespace fsd

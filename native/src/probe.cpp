@@ -1,6 +1,7 @@
 // Measures the machine: copies, host memory, and products and attention of given shapes on the inner device and the CPU.
 #include "copy_thread.h"
 #include "device.h"
+#include "last_error.h"
 
 #include "ggml-alloc.h"
 
@@ -423,6 +424,10 @@ static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int
     return seconds;
 }
 
+static fsd_status no_room() { return fail(FSD_OUT_OF_MEMORY, "the measurement finds no room for its data"); }
+
+static fsd_status was_stopped() { return fail(FSD_STOPPED, "the measurement was stopped"); }
+
 } // namespace fsd
 
 using namespace fsd;
@@ -430,10 +435,10 @@ using namespace fsd;
 extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
     Device &d = device();
     if (!r || r->struct_size != sizeof(*r) || !(seconds > 0)) {
-        return FSD_BAD_ARGUMENT;
+        return fail(FSD_BAD_ARGUMENT, "fsd_probe_machine: struct_size or the time is wrong");
     }
     if (!d.configured.load()) {
-        return FSD_BAD_STATE;
+        return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.inner.synchronize();
@@ -441,7 +446,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
     {
         Copies copies(d, d.inner.quirks.probe_bytes);
         if (!copies.ok()) {
-            return FSD_OUT_OF_MEMORY;
+            return no_room();
         }
         for (int i = 0; i < FSD_PROBE_PIECES && !stopped(); i++) {
             const size_t copy_bytes = (size_t)256 << 10 << 2 * i;
@@ -455,7 +460,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         }
         const uint32_t threads[FSD_PROBE_THREADS] = {1, std::max(1u, d.n_threads / 2), d.n_threads};
         if (stopped()) {
-            return FSD_STOPPED;
+            return was_stopped();
         }
         copies.keep_weights_only(); // before the threads' memory is taken
         HostMemory memory(d.n_threads);
@@ -487,16 +492,17 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         r->handoff_s = std::max(0.0, with - without / 16);
     }
     r->kernel_s = d.inner.quirks.records_kernels ? seconds_per_kernel(d, each) : 0;
-    return stopped() ? FSD_STOPPED : FSD_OK;
+    return stopped() ? was_stopped() : FSD_OK;
 }
 
 extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, double seconds, fsd_product_rates *r) {
     Device &d = device();
     if (!r || r->struct_size != sizeof(*r) || !is_kind(type, rows, cols) || !(seconds > 0)) {
-        return FSD_BAD_ARGUMENT;
+        return fail(FSD_BAD_ARGUMENT,
+                    "fsd_probe_product: the type has no such shape, or struct_size or the time is wrong");
     }
     if (!d.configured.load()) {
-        return FSD_BAD_STATE;
+        return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.inner.synchronize();
@@ -515,7 +521,7 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
             if (n == 1) {
                 Copies copies(d, quirks.probe_bytes);
                 if (!on_cpu.ok() || !copies.ok()) {
-                    return FSD_OUT_OF_MEMORY;
+                    return no_room();
                 }
                 Copying copying(copies, d.inner.copy_bytes);
                 r->cpu_beside_copies = (double)on_cpu.weight_bytes / seconds_on_cpu(on_cpu, each);
@@ -532,18 +538,18 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
         }
     }
     if (stopped()) {
-        return FSD_STOPPED;
+        return was_stopped();
     }
-    return r->gpu_flops[0] > 0 ? FSD_OK : FSD_OUT_OF_MEMORY;
+    return r->gpu_flops[0] > 0 ? FSD_OK : no_room();
 }
 
 extern "C" fsd_status fsd_probe_look(int type, int64_t rows, int64_t cols, fsd_look_rates *r) {
     Device &d = device();
     if (!r || r->struct_size != sizeof(*r) || !is_kind(type, rows, cols)) {
-        return FSD_BAD_ARGUMENT;
+        return fail(FSD_BAD_ARGUMENT, "fsd_probe_look: the type has no such shape, or struct_size is wrong");
     }
     if (!d.configured.load()) {
-        return FSD_BAD_STATE;
+        return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.inner.synchronize();
@@ -551,7 +557,7 @@ extern "C" fsd_status fsd_probe_look(int type, int64_t rows, int64_t cols, fsd_l
     {
         Copies copies(d, kCopyTarget);
         if (!copies.ok()) {
-            return FSD_OUT_OF_MEMORY;
+            return no_room();
         }
         r->h2d = copies.rate(true, Source::weights, d.inner.copy_bytes, each);
     }
@@ -563,12 +569,12 @@ extern "C" fsd_status fsd_probe_look(int type, int64_t rows, int64_t cols, fsd_l
         Products on_cpu = products_of(nullptr, (ggml_type)type, rows, cols, n, total, SIZE_MAX, kCpuFlops / 16);
         Products on_gpu = products_of(&d, (ggml_type)type, rows, cols, n, total, room_of(d), quirks.probe_flops / 16);
         if (!on_cpu.ok() || !on_gpu.ok()) {
-            return FSD_OUT_OF_MEMORY;
+            return no_room();
         }
         r->cpu_flops[i] = on_cpu.flops / seconds_on_cpu(on_cpu, each);
         r->gpu_flops[i] = on_gpu.flops / seconds_on_device(d, on_gpu.graph, each);
     }
-    return stopped() ? FSD_STOPPED : FSD_OK;
+    return stopped() ? was_stopped() : FSD_OK;
 }
 
 extern "C" fsd_status fsd_stop_probe(int on) {
@@ -583,10 +589,10 @@ extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int6
         n_head <= 0 || n_kv <= 0 || n_kv % 256 != 0 || r->type < 0 || r->type >= GGML_TYPE_COUNT ||
         ggml_blck_size((ggml_type)r->type) == 0 || head_dim % ggml_blck_size((ggml_type)r->type) != 0 ||
         !(seconds > 0)) {
-        return FSD_BAD_ARGUMENT;
+        return fail(FSD_BAD_ARGUMENT, "fsd_probe_attention: the type has no such rows, or a number is wrong");
     }
     if (!d.configured.load()) {
-        return FSD_BAD_STATE;
+        return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
     d.inner.synchronize();
@@ -598,5 +604,5 @@ extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int6
     const double many = attention_seconds(d, type, head_dim, n_head, n_head_kv, n_kv, n_q, 1, seconds / 2);
     r->kv_bytes = one > 0 ? bytes / one : 0;
     r->flops = many > 0 ? 4.0 * (double)(head_dim * n_head * n_q * n_kv) / many : 0;
-    return stopped() ? FSD_STOPPED : FSD_OK;
+    return stopped() ? was_stopped() : FSD_OK;
 }

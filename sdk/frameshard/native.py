@@ -981,7 +981,4 @@ class ShardDevice:
     def _probed(self, status: int) -> None:
         if status == 8:
             raise ProbeStopped
-        if status == 6:
-            raise errors.OutOfMemory("the probe found no room for its matrices")
-        if status != 0:
-            raise errors.BadArgument("the probe cannot measure weights of this type and shape")
+        self._check(status)

@@ -37,6 +37,16 @@ for path, refresh in zip(sys.argv[1:4], (False, False, True)):
 print(json.dumps({"calls": calls, "profiles": profiles}))
 """
 
+REFUSED = """
+from frameshard import errors, native
+device = native.ShardDevice("emulated:1", vram_budget_bytes=64, n_threads=1)
+for rows, cols, wanted in ((256, 33, errors.BadArgument), (256, 256, errors.OutOfMemory)):
+    try:
+        device.look(2, rows, cols)
+    except wanted as error:
+        print(error)
+"""
+
 
 def test_the_fingerprint_tells_machines_apart_and_not_models() -> None:
     base = probe.fingerprint("emulated:2", 2)
@@ -48,6 +58,13 @@ def test_the_fingerprint_tells_machines_apart_and_not_models() -> None:
     assert all(other != base for other in others)
     paths = {probe.cached_path(key) for key in (base, *others)}
     assert len(paths) == 4
+
+
+def test_a_probe_that_cannot_measure_says_why() -> None:
+    result = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=300, check=True)
+    shape, room = result.stdout.splitlines()
+    assert "no such shape" in shape
+    assert "no room" in room
 
 
 def test_measures_what_is_missing_and_all_when_told(

@@ -759,6 +759,40 @@ SCENARIO(a_budget_below_the_floor_is_refused) {
     s.check_ledger();
 }
 
+SCENARIO(probes_say_why_they_fail) {
+    fsd_machine_rates machine = {};
+    fsd_product_rates product = {};
+    fsd_attention_rates attention = {};
+    fsd_look_rates look = {};
+    machine.struct_size = sizeof(machine);
+    product.struct_size = sizeof(product);
+    attention.struct_size = sizeof(attention);
+    attention.type = GGML_TYPE_F16;
+    look.struct_size = sizeof(look);
+    const auto expect = [](fsd_status status, fsd_status wanted, const char *why) {
+        CHECK(status == wanted && std::strstr(fsd_last_error(), why) != nullptr);
+        CHECK(fsd_set_plan(nullptr, 0, 0, 0, 2, 0) == FSD_BAD_ARGUMENT); // leaves another message
+    };
+    const auto expect_of_all = [&](fsd_status wanted, const char *why) {
+        expect(fsd_probe_machine(0.01, &machine), wanted, why);
+        expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0.01, &product), wanted, why);
+        expect(fsd_probe_attention(64, 2, 2, 256, 0.01, &attention), wanted, why);
+        expect(fsd_probe_look(GGML_TYPE_F16, 256, 256, &look), wanted, why);
+    };
+    expect(fsd_probe_machine(0, &machine), FSD_BAD_ARGUMENT, "fsd_probe_machine");
+    expect(fsd_probe_product(GGML_TYPE_Q4_1, 256, 33, 0.01, &product), FSD_BAD_ARGUMENT, "fsd_probe_product");
+    expect(fsd_probe_attention(64, 3, 2, 256, 0.01, &attention), FSD_BAD_ARGUMENT, "fsd_probe_attention");
+    expect(fsd_probe_look(GGML_TYPE_Q4_1, 256, 33, &look), FSD_BAD_ARGUMENT, "fsd_probe_look");
+    expect_of_all(FSD_BAD_STATE, "fsd_configure comes first");
+    const fsd_config config = config_of(64);
+    CHECK(fsd_configure(&config) == FSD_OK);
+    expect(fsd_probe_machine(0.01, &machine), FSD_OUT_OF_MEMORY, "no room");
+    expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0.01, &product), FSD_OUT_OF_MEMORY, "no room");
+    expect(fsd_probe_look(GGML_TYPE_F16, 256, 256, &look), FSD_OUT_OF_MEMORY, "no room");
+    CHECK(fsd_set_budget(0, 1) == FSD_OK && fsd_stop_probe(1) == FSD_OK);
+    expect_of_all(FSD_STOPPED, "stopped");
+}
+
 SCENARIO(host_memory_is_counted_and_limited) {
     Session s(config_of(0));
     CHECK(fsd_set_host_budget(1, 0) == FSD_OK); // the floor is not known yet
