@@ -286,7 +286,8 @@ FSD_API fsd_status fsd_set_expert_uses(uint32_t shard, const uint32_t *uses, siz
 /* Empties the expert cache, for measurements. Call between graphs. */
 FSD_API fsd_status fsd_clear_expert_cache(void);
 
-/* [any thread] VRAM of the process that the shard device did not allocate: driver context, library workspaces. */
+/* [any thread] VRAM of the process that the shard device did not allocate: driver context, library workspaces. Waits
+ * for a running graph to end. */
 FSD_API fsd_status fsd_set_overhead(uint64_t bytes);
 
 /* [any thread] While on, graphs stop before their next step with GGML_STATUS_ABORTED. */

@@ -96,7 +96,8 @@ struct Device {
     // Frees the memory of graphs, none of which is in use.
     void drop_graphs();
 
-    // Brings a requested host budget into force. False while a graph runs; its executor applies the budget.
+    // Brings a requested host budget into force. The second one does nothing and returns false while a graph runs, whose
+    // executor applies the budget.
     void apply_host_budget();
     bool apply_host_budget_if_idle();
     // Divides the host budget again, if anything has changed.

@@ -1,7 +1,8 @@
 // The executor: runs the segments of a compiled graph and keeps the ring filled ahead of use.
 //
-// The host never waits for the copy stream. It runs at most kRunAhead segments ahead of the compute stream, so that abort,
-// budget and pacing take effect within that many segments.
+// The host does not wait for the copy stream, except before a paced segment, when the program changes, and on devices whose
+// streams share one queue (ring.h). It runs at most kRunAhead segments ahead of the compute stream, so that abort, budget and
+// pacing take effect within that many segments.
 #pragma once
 
 #include "device.h"

@@ -47,7 +47,7 @@ class GraphThread {
     GraphThread(const GraphThread &) = delete;
     GraphThread &operator=(const GraphThread &) = delete;
 
-    // Starts a graph when the one before has ended, and waits until then. Returns what `started` was called with.
+    // Waits until the graph before has ended, then starts this one. Returns what `started` was called with.
     ggml_status start(const ggml_cgraph *graph);
 
   private:

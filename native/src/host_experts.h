@@ -1,7 +1,8 @@
 // Single experts in host memory, where it has no room for all of them: the cache between the disk and the expert cache in VRAM.
 //
-// A slot holds one matrix of one expert. What a graph needs and no slot holds is read from disk, in place of what routers choose
-// least, as ExpertCache counts it. Slots are taken in blocks, when they are needed, of the device's pinned memory if it has any.
+// A slot holds one matrix of one expert. What a graph needs and no slot holds is read from disk into the slot of a matrix
+// that routers have chosen rarely, by ExpertCache's counts. Slots are taken in blocks, when they are needed, of the device's
+// pinned memory if it has any.
 //
 // A matrix that was asked for keeps its slot until its copy to the device is queued, or until the next begin_use(), and while it
 // is read. A slot is read into again only when copies from it have run.

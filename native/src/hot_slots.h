@@ -14,7 +14,7 @@ namespace fsd {
 class HotSlots {
   public:
     // `heat` says how often the thing with a key is used. The last slots are for things that are not hot enough to replace a
-    // kept one: at most `n_passing`, and at most one of `passing_share`.
+    // kept one: at most `n_passing` slots, and at most one slot in every `passing_share`.
     HotSlots(std::function<double(uint64_t)> heat, size_t n_passing, size_t passing_share)
         : heat_(std::move(heat)), n_passing_(n_passing), passing_share_(passing_share) {}
 

@@ -30,7 +30,8 @@ class ReadAhead {
 
     // The order in which ranges will be taken, again and again, or once. Reads begin.
     void follow(const std::vector<int> &ranges, bool again);
-    // The next range, at `data` once it is read. Waits `most` for it. Taken::yes without data: it passes now.
+    // The next range, at `data` once it is read. Waits `most` for it. Taken::yes without data: the range is
+    // held in memory by now (`passes`), so read it where it lies.
     Taken take(int range, std::chrono::milliseconds most, const char *&data);
     // All copies from ranges that were taken are queued on the copy stream.
     void taken();

@@ -11,7 +11,7 @@ namespace fsd {
 // A budget as it is compared: 0 means no limit.
 inline uint64_t limit_of(uint64_t budget_bytes) { return budget_bytes ? budget_bytes : UINT64_MAX / 4; }
 
-// [any thread], but for take() and apply().
+// [any thread], but for serve() and apply().
 class BudgetRequests {
   public:
     explicit BudgetRequests(Pacing &pacing) : pacing_(pacing) {}
