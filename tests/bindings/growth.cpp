@@ -214,6 +214,12 @@ void more_than_the_context() {
                                                               events[0].fields.job == job);
     check("ends once", !late.cancel(job) && late.saved("mira").exchanges.size() == 3);
 
+    Session alone("growth");
+    alone.cancel(ask_after(alone, 0));
+    hear(alone, overflow(1, 0));
+    events = taken(alone);
+    check("likewise without a history", events.size() == 1 && events[0].fields.type == FS_EVENT_CANCELLED);
+
     Session longer("growth");
     ask_after(longer, 2);
     for (int64_t wire = 1; wire <= 3; ++wire) {
