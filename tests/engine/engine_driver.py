@@ -156,10 +156,11 @@ class EngineProcess:
         stats: Event = event["stats"]
         return stats
 
-    def budget(self, n_bytes: int, timeout_s: float = 10.0, *, parked: bool = False) -> int:
-        """Asks for a VRAM budget in bytes; returns the number of the request."""
+    def budget(self, n_bytes: int, timeout_s: float = 10.0, *, parked: bool = False, host_bytes: int = 0) -> int:
+        """Asks for budgets for VRAM and host memory in bytes; returns the number of the request."""
         seq = next(self._numbers)
-        self.send(op="budget", seq=seq, vram_budget_bytes=n_bytes, timeout_s=timeout_s, parked=parked)
+        asked = {"vram_budget_bytes": n_bytes, "host_budget_bytes": host_bytes}
+        self.send(op="budget", seq=seq, timeout_s=timeout_s, parked=parked, **asked)
         return seq
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +133,47 @@ def test_shrinks_in_the_middle_of_a_prompt(slow_streamer: EngineProcess) -> None
     assert (event["ev"], event["seq"]) == ("released", seq)
     assert event["used_bytes"] <= floor
     child.budget(0)
+    assert ids(child.finish(job)[job]) == alone
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="host memory is counted on Linux")
+def test_a_late_host_budget_does_not_stop_the_change_of_vram(slow_streamer: EngineProcess) -> None:
+    """Host memory is released after the graph, VRAM in the middle of it."""
+    child = slow_streamer
+    stats = settle(child, child.stats()["floor_bytes"] + 4 * MIB)
+    vram, host = stats["floor_bytes"], stats["host"]["floor_bytes"]
+    job = child.submit(LONG * 6, params={"max_tokens": 8})
+    child.wait_for("started", job=job)
+    child.budget(vram, timeout_s=0.0, host_bytes=host)
+    child.wait_for("refused", "released")
+    assert (child.stats()["budget_bytes"], child.stats()["host"]["budget_bytes"]) == (vram, host)
+    until(lambda: child.stats()["used_bytes"] <= vram)
+    assert child.finish(job)[job][-1]["ev"] == "done"
+
+
+@pytest.mark.parametrize("back_at_once", [False, True])
+def test_a_late_park_comes_after_the_decode(slow_streamer: EngineProcess, *, back_at_once: bool) -> None:
+    """A change that follows waits for it. The text stays as it is."""
+    child, prompt, params = slow_streamer, LONG * 6, {"max_tokens": 8}
+    settle(child, 0)
+    alone = ids(child.run(prompt, params=params))
+    floor = child.stats()["floor_bytes"]
+    settle(child, floor + 4 * MIB)
+    job = child.submit(prompt, params=params)
+    child.wait_for("started", job=job)
+    with child.at_once():
+        child.budget(floor + 2 * MIB, timeout_s=0.0, parked=True)
+        if back_at_once:
+            child.budget(floor + 3 * MIB, timeout_s=60.0)
+    answer = child.wait_for("refused", "released")
+    if not back_at_once:
+        assert answer["ev"] == "released" or answer["error"]["name"] == "deadline_missed"
+        until(lambda: child.stats()["used_bytes"] == 0)
+        until(lambda: child.stats()["budget_bytes"] == floor + 2 * MIB)
+        child.budget(floor + 3 * MIB, timeout_s=60.0)
+    assert child.wait_for("refused", "released")["ev"] == "released"
+    stats = child.stats()
+    assert 0 < stats["used_bytes"] <= stats["budget_bytes"] == floor + 3 * MIB
     assert ids(child.finish(job)[job]) == alone
 
 

@@ -59,6 +59,9 @@ class Budgets:
         self._asked: queue.SimpleQueue[em.SetBudget] = queue.SimpleQueue()
         self._known_bytes = 0
         """The last budget that was reported to the broker."""
+        self._park_done = threading.Event()
+        """Set once the main thread has made the last change of :attr:`parked`."""
+        self._park_done.set()
         self._releases: collections.deque[tuple[int, float]] = collections.deque(maxlen=8)  # (bytes, seconds)
 
     def ask(self, command: em.SetBudget) -> None:
@@ -128,12 +131,7 @@ class Budgets:
         started = time.monotonic()
         try:
             self._host.check(command.host_budget_bytes)
-            patience_s = self._grant(runtime, command)
-            host_changed = self._host.set_budget(command.host_budget_bytes, command.timeout_s)
-            if command.parked or self.parked:
-                self._set_parked(runtime, command)
-            elif runtime.device is not None:
-                self._change(runtime, runtime.device, command, patience_s)
+            host_changed = self._change_both(runtime, command, started + self._grant(runtime, command))
         except BrokerGone:
             raise
         except Exception as error:
@@ -148,6 +146,26 @@ class Budgets:
         within_bytes = used if command.parked else command.vram_budget_bytes
         observed = self._await_observed(runtime, within_bytes, started + command.timeout_s)
         self._link.send(em.BudgetObserved(command.seq, observed, time.monotonic() - started, host_observed))
+
+    def _change_both(self, runtime: Runtime, command: em.SetBudget, deadline: float) -> bool:
+        """Changes VRAM, which the host needs first, and then host memory, also if the first is late.
+
+        :param deadline: how long to wait for both.
+        :returns: whether the host budget is another one than before.
+        :raises DeadlineMissed: one of them is not complete. Both are in force all the same.
+        """
+        late: DeadlineMissed | None = None
+        try:
+            if command.parked or self.parked or not self._park_done.is_set():
+                self._set_parked(runtime, command, deadline)
+            elif runtime.device is not None:
+                self._change(runtime, runtime.device, command, deadline)
+        except DeadlineMissed as error:
+            late = error
+        host_changed = self._host.set_budget(command.host_budget_bytes, _seconds_to(deadline))
+        if late is not None:
+            raise late
+        return host_changed
 
     def _grant(self, runtime: Runtime, command: em.SetBudget) -> float:
         """Sends the grant: the budget that can be reached by the deadline, predicted from earlier releases. Without
@@ -172,14 +190,14 @@ class Budgets:
         self._link.send(em.BudgetGranted(command.seq, reached, seconds))
         return timeout_s if reached == wanted else max(timeout_s, PARTIAL_S)
 
-    def _change(self, runtime: Runtime, device: ShardDevice, command: em.SetBudget, patience_s: float) -> None:
-        """Sets the budget and waits at most ``patience_s`` seconds for the release. After half of ``timeout_s``, warns
-        the broker if the deadline will be missed.
+    def _change(self, runtime: Runtime, device: ShardDevice, command: em.SetBudget, deadline: float) -> None:
+        """Sets the budget and waits for the release. After half of ``timeout_s``, warns the broker if it will be late.
 
         :raises DeadlineMissed: the release is not complete. The budget is in force all the same.
         """
         wanted, timeout_s = command.vram_budget_bytes, command.timeout_s
         before, started = device.stats().used_bytes, time.monotonic()
+        patience_s = _seconds_to(deadline)
 
         def warn() -> None:
             used, passed = device.stats().used_bytes, time.monotonic() - started
@@ -203,40 +221,40 @@ class Budgets:
         if released > 0:
             self._releases.append((released, time.monotonic() - started))
 
-    def _set_parked(self, runtime: Runtime, command: em.SetBudget) -> None:
-        """Parks or unparks in the main thread.
+    def _set_parked(self, runtime: Runtime, command: em.SetBudget, deadline: float) -> None:
+        """Parks or unparks in the main thread, which also sets the budget, so that late changes keep their order.
 
         :raises DeadlineMissed: a running decode has not ended in time. The change is made when it ends.
         """
-        park, wanted, timeout_s = command.parked, command.vram_budget_bytes, command.timeout_s
-        done = threading.Event()
+        park, device = command.parked, runtime.device
+        done = self._park_done = threading.Event()
         failure: list[FrameshardError] = []
 
         def change() -> None:
             try:
-                if park and not self.parked and runtime.device is not None:
-                    runtime.device.park()
-                elif self.parked and not park:
+                if park and not self.parked and device is not None:
+                    device.park()
+                self.parked = self.parked or park
+                if device is not None:
+                    with runtime.floor_lock:  # while parked, this limits the memory that unparking takes again
+                        device.set_budget(command.vram_budget_bytes)
+                if self.parked and not park:
                     runtime.unpark()
-                self.parked = park
+                    self.parked = False
                 self._replan()
             except FrameshardError as error:
                 failure.append(error)
             done.set()
 
-        if runtime.device is not None:
+        if park and not self.parked and device is not None:
             # Weights are evicted at once. The VRAM of the context can be freed only after the running decode.
-            evicts_first = park and not self.parked
-            with runtime.floor_lock:
-                runtime.device.set_budget(runtime.device.stats().floor_bytes if evicts_first else wanted, timeout_s)
+            with contextlib.suppress(DeadlineMissed), runtime.floor_lock:
+                device.set_budget(device.stats().floor_bytes, _seconds_to(deadline))
         self._on_main(change)
-        if not done.wait(timeout_s):
+        if not done.wait(_seconds_to(deadline)):
             raise DeadlineMissed("a decode is still running; it stays in force")
         if failure:
             raise failure[0]
-        if park and runtime.device is not None:
-            with runtime.floor_lock:
-                runtime.device.set_budget(wanted, timeout_s)  # limits the memory that unparking takes again
 
     def _await_observed(self, runtime: Runtime, within_bytes: int, deadline: float) -> int | None:
         """Polls the VRAM that the driver counts, until it is within the budget, ``deadline`` has passed, or the next
@@ -253,6 +271,10 @@ class Budgets:
             time.sleep(OBSERVED_POLL_S)
             observed = runtime.observer.used()
         return observed
+
+
+def _seconds_to(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _used_bytes(runtime: Runtime) -> int:

@@ -214,7 +214,8 @@ class HostMemory:
 
     def check(self, budget_bytes: int, spare_bytes: int = LEAST_SPARE_BYTES) -> None:
         """
-        :param spare_bytes: the part of :data:`SPARE_BYTES` that it must leave.
+        :param spare_bytes: the part of :data:`SPARE_BYTES` that it must leave. A new engine must fit where the last one
+            ran, so it demands none.
         :raises Unsupported: this system does not count host memory.
         :raises BudgetBelowFloor: the host budget is below the floor.
         """
@@ -231,18 +232,14 @@ class HostMemory:
         if budget_bytes < self.floor_bytes - SPARE_BYTES + spare_bytes:
             raise below_host_floor(budget_bytes, self.floor_bytes)
 
-    def set_budget(self, budget_bytes: int, timeout_s: float, spare_bytes: int = LEAST_SPARE_BYTES) -> bool:
-        """Sets the host budget, and waits until what is held is within it.
+    def set_budget(self, budget_bytes: int, timeout_s: float) -> bool:
+        """Sets the host budget, which :meth:`check` has accepted, and waits until what is held is within it.
 
-        :param spare_bytes: as for :meth:`check`. A new engine must fit where the last one ran, so it demands none.
         :returns: whether it is another one than before.
-        :raises Unsupported: as :meth:`check`.
-        :raises BudgetBelowFloor: as :meth:`check`.
         :raises DeadlineMissed: the memory was not released in time. The budget is in force all the same.
         """
         if budget_bytes == self.budget_bytes:
             return False
-        self.check(budget_bytes, spare_bytes)
         with self._lock:
             self.budget_bytes = budget_bytes
             self._give_shares()

@@ -291,7 +291,8 @@ class Engine:
         _ = runtime.tokenizer.chat  # starts the process that renders prompts, which the floor counts
         host = HostMemory(runtime, self._batcher.store)
         host.measure()
-        host.set_budget(config.host_budget_bytes, LOAD_RELEASE_S, spare_bytes=0)
+        host.check(config.host_budget_bytes, spare_bytes=0)
+        host.set_budget(config.host_budget_bytes, LOAD_RELEASE_S)
         self._watcher = Watcher(runtime, host)
         self._link.send(self._watcher.look(parked=False))
         if runtime.device is not None:
