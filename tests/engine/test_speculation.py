@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -325,6 +327,11 @@ def test_tokens_of_a_draft_model(shallow_model: Path, monkeypatch: pytest.Monkey
             draft_model.draft({0: other}, 2)
         runtime.resume()
         assert draft_model.draft({0: texts[0]}, 6) == {0: drafts[0]}
+
+
+def test_a_decode_with_drafts_that_is_repeated(shallow_model: Path) -> None:
+    driver = Path(__file__).with_name("draft_driver.py")
+    subprocess.run([sys.executable, str(driver), str(shallow_model)], check=True)
 
 
 @pytest.mark.parametrize("other", ["size", "piece", "state"])

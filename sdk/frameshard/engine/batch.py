@@ -239,6 +239,7 @@ class Batcher:
                 outputs = self._read(prefilling, at)
             else:
                 batch = self._batch_with_drafts(jobs)
+                assert len({len(tokens) for _, tokens in batch}) == 1
                 outputs = self._runtime.decode([Rows(job_slot(job).seq, tokens, "all") for job, tokens in batch])
         except (DecodeAborted, ContextOverflow, BudgetBelowFloor) as error:
             failure = error
@@ -443,6 +444,9 @@ class Batcher:
     def _batch_with_drafts(self, generating: Sequence[Job]) -> list[tuple[Job, list[int]]]:
         """The last token of each job, and the number of drafted tokens that gives the most tokens per second."""
         n, runtime = len(generating), self._runtime
+        for job in generating:
+            if job.draft_state is not None:
+                job.draft_state.next.clear()  # those of a decode that was aborted
         left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in generating)
         room = min(min(runtime.n_outputs_max, runtime.step) // n, left)
         length, rate = 1, 0.0

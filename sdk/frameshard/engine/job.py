@@ -64,7 +64,7 @@ class Job:
         """The last sampled token and up to ``n - 1`` drafted ones, filled up to ``n`` with copies of the last."""
         tokens = self.produced[-1:]
         if self.draft_state is not None and self.draft_state.next:
-            tokens += self.draft_state.next
+            tokens += self.draft_state.next[: n - 1]
         elif self.lookup is not None:
             tokens += self.lookup.draft(n - 1)
         return tokens + tokens[-1:] * (n - len(tokens))
