@@ -83,6 +83,21 @@ def test_images_that_need_positions_in_several_dimensions(arch: str, tower: str,
     assert "M-RoPE" in event["error"]["message"]
 
 
+def test_drafts_behind_an_image_end_with_the_context(tmp_path: Path) -> None:
+    """An image of Qwen2-VL takes more cells of the KV cache than positions."""
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("qwen2vl", model)
+    tiny_towers.make("qwen2vl", mmproj)
+    image = {"format": "rgb", "width": 300, "height": 280, "data": bytes(3 * 300 * 280)}
+    fields: dict[str, Any] = {"device": "emulated", "mode": "stream_only", "n_ctx": 512, "n_parallel": 1}
+    with engine(model, mmproj=str(mmproj), **fields) as child:
+        n_prompt = child.run("a b c", images=[image], params={"max_tokens": 1})[0]["n_prompt"]
+        params = {"max_tokens": 512 - n_prompt, "logit_bias": [{"token": 300, "bias": 100.0}]}
+        events = child.run("a b c", images=[image], params=params)
+        assert len(ids(events)) == 512 - n_prompt, events[-1]
+        assert child.stats()["accepted_tokens"] > 100
+
+
 def test_an_image_has_its_place_in_the_prompt(tmp_path: Path) -> None:
     """DeepSeek V4's tower puts up to three tokens in front of an image, as its place needs. So the kept embedding of an
     image does not fit another place."""

@@ -447,7 +447,7 @@ class Batcher:
         for job in generating:
             if job.draft_state is not None:
                 job.draft_state.next.clear()  # those of a decode that was aborted
-        left = min(runtime.n_ctx_seq - runtime.length(job_slot(job).seq) for job in generating)
+        left = min(runtime.n_ctx_seq - len(job_slot(job).tokens) for job in generating)  # an image has fewer positions
         room = min(min(runtime.n_outputs_max, runtime.step) // n, left)
         length, rate = 1, 0.0
         if any(job.lookup is not None and job.lookup.matched for job in generating):
