@@ -336,6 +336,11 @@ def tool(name: str = "t", schema: object = "") -> Event:
     return {"name": name, "schema": schema if isinstance(schema, str) else json.dumps(schema)}
 
 
+def nested(n_levels: int) -> str:
+    """An object in objects. Its brackets in texts do not count."""
+    return '{"[{\\"[":' * n_levels + "1" + "}" * n_levels
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "why"),
     [
@@ -343,7 +348,9 @@ def tool(name: str = "t", schema: object = "") -> Event:
         ({"tools": [tool("auto")]}, "tools", "no name of a tool"),
         ({"tools": [tool("t"), tool("t")]}, "tools", "twice"),
         ({"tools": [tool(schema="{")]}, "tools", "not JSON"),
-        ({"tools": [tool(schema="[" * 50_000)]}, "tools", "not JSON"),
+        ({"tools": [tool(schema="[" * 50_000)]}, "tools", "more than 64 levels"),
+        ({"tools": [tool(schema=nested(500))]}, "tools", "more than 64 levels"),
+        ({"template_keywords": nested(500)}, "template_keywords", "more than 64 levels"),
         ({"tools": [tool(schema=[])]}, "tools", "not that of an object"),
         ({"tools": [tool(schema={"type": "string"})]}, "tools", "not that of an object"),
         ({"tools": [tool(schema={"properties": {"x": {"type": "colour"}}})]}, "tools", "'t': at #/properties/x"),
@@ -373,7 +380,8 @@ CALL = {"id": "abc", "name": "t", "arguments": "{}"}
         ({"role": "tool", "content": "", "tool_call_id": "abc"}, "no call before"),
         ({"role": "tool", "content": ""}, "no call before"),
         ({"role": "assistant", "content": "", "tool_calls": [{**CALL, "arguments": "[]"}]}, "no JSON object"),
-        ({"role": "assistant", "content": "", "tool_calls": [{**CALL, "arguments": "{" * 30_000}]}, "no JSON object"),
+        ({"role": "assistant", "content": "", "tool_calls": [{**CALL, "arguments": "{" * 30_000}]}, "more than 64"),
+        ({"role": "assistant", "content": "", "tool_calls": [{**CALL, "arguments": nested(500)}]}, "more than 64"),
         ({"role": "assistant", "content": "", "tool_calls": [{**CALL, "name": "a\nb"}]}, "no valid name"),
     ],
 )
@@ -381,6 +389,50 @@ def test_wrong_calls_in_messages_fail_their_job(tiny: EngineProcess, message: Ev
     error = tiny.run([*QUESTION, message])[-1]["error"]
     assert (error["name"], error["detail"]["field"]) == ("bad_argument", "messages")
     assert why in error["message"]
+
+
+def test_sixty_four_levels_are_accepted(tiny: EngineProcess) -> None:
+    call = {**CALL, "arguments": nested(64)}
+    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages.append({"role": "tool", "content": "", "tool_call_id": "abc"})
+    schema = {"properties": {"x": {"default": json.loads(nested(61))}}}
+    fields: dict[str, Any] = {"tools": [tool(schema=schema)], "template_keywords": nested(64)}
+    assert tiny.run(messages, params={"max_tokens": 2}, **fields)[-1]["ev"] == "done"
+    child_count = {"messages": messages, "tools": [tool(schema=nested(65))]}
+    tiny.send(op="count", seq=1, **child_count)
+    assert "more than 64 levels" in tiny.wait_for("count")["error"]["message"]
+
+
+def test_a_call_that_is_too_long_fails_its_job_alone(tiny_path: Path) -> None:
+    """Most of the answer is from an earlier engine, so that the test is quick."""
+    array = {"type": "array", "items": {"const": " w757" * 200}, "minItems": 70, "maxItems": 70}
+    tools = [tool("write", {"properties": {"t": array}, "required": ["t"]})]
+    with Runtime.load(EngineConfig(str(tiny_path), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
+        pieces = {runtime.tokenizer.piece(token): token for token in range(runtime.n_vocab)}
+        resume = [runtime.tokenizer.marks["<tool_call>"]]
+    item = [pieces[b'"'], *[pieces[b" w757"]] * 200, pieces[b'"'], pieces[b","]]
+    resume += [pieces[bytes([each])] for each in b'\n{"name": "write", "arguments": {"t":['] + item * 65
+    fields: dict[str, Any] = {"tools": tools, "tool_choice": "write", "resume": resume}
+    with engine(tiny_path, n_ctx=1 << 15, n_parallel=2) as child:
+        long = child.submit(QUESTION, params={"max_tokens": 1 << 14}, **fields)
+        beside = child.submit(QUESTION, params={"max_tokens": 2000})
+        events = child.finish(long, beside)
+        error = events[long][-1]["error"]
+        assert (error["name"], error["detail"]["field"]) == ("bad_argument", "tools")
+        assert error["message"] == "a call has arguments of more than 65536 bytes"
+        assert events[beside][-1]["ev"] == "done"
+        assert child.run(QUESTION, params={"max_tokens": 2})[-1]["ev"] == "done"
+
+
+def test_a_call_that_is_too_deep() -> None:
+    for n_levels, is_open in ((64, False), (65, False), (5000, False), (65, True)):
+        content = OWN.written([("look", nested(n_levels))])
+        reader = CallReader(OWN, str)
+        if n_levels == 64:
+            assert len(reader.feed(content).calls) == 1
+            continue
+        with pytest.raises(BadArgument, match="more than 64 levels"):
+            reader.feed(content[: -len(OWN.end) - 9] if is_open else content)
 
 
 def test_a_completion_and_a_model_without_a_way_have_no_tools(tiny: EngineProcess, tmp_path: Path) -> None:

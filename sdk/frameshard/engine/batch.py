@@ -603,9 +603,9 @@ class Batcher:
         for token in job.resume:
             try:
                 job.sampler.accept(token)
-            except BadArgument as error:  # its form is too complex after all
+                _, reason = self._add(job, token)
+            except BadArgument as error:  # its form is too complex after all, or a call too long
                 return [self._end(job, em.Failed(job.id, m.ErrorInfo.of(error)))]
-            _, reason = self._add(job, token)
             if reason is not None:
                 return [self._done(job, reason, job.started_at)]
         return []
@@ -635,7 +635,7 @@ class Batcher:
         for kept, row in enumerate(rows, 1):
             try:
                 reason = self._next_token(job, row, now, events)
-            except BadArgument as error:  # its form is too complex after all
+            except BadArgument as error:  # its form is too complex after all, or a call too long
                 refusal, reason = error, None
                 break
             if reason is not None or tokens[kept : kept + 1] != job.produced[-1:]:

@@ -8,9 +8,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from frameshard.engine.tools import CallSyntax
+from frameshard.errors import BadArgument
 from frameshard.text import held_back
+from frameshard.wire import codec
 from frameshard.wire import messages as m
-from frameshard.wire.toolchecks import CALL_ID_CHARS, CALL_ID_LENGTH
+from frameshard.wire.toolchecks import CALL_ID_CHARS, CALL_ID_LENGTH, MAX_DEPTH, too_deep
+
+MAX_ARGUMENTS_BYTES = codec.CLIENT.string
+"""The most bytes of one call's arguments, which are one string of the protocol."""
 
 
 class Taken(NamedTuple):
@@ -74,7 +79,10 @@ class CallReader:
         return held
 
     def _calls(self) -> tuple[m.ToolCall, ...]:
-        """Takes the calls that are whole now."""
+        """Takes the calls that are whole now.
+
+        :raises BadArgument: the arguments of a call are too long or too deep for the broker.
+        """
         calls: list[m.ToolCall] = []
         while True:
             if self._ended:
@@ -82,7 +90,7 @@ class CallReader:
                 if not join or not self._held.startswith(join):
                     break
                 self._held, self._before, self._ended = self._held[len(join) :], "", False
-            call = self._whole() if "}" in self._held else None
+            call = self._whole() if "}" in self._held or len(self._held) > MAX_ARGUMENTS_BYTES else None
             if call is None:
                 break
             calls.append(call)
@@ -96,14 +104,22 @@ class CallReader:
         if name_end < 0:
             return None
         start = name_end + len(syntax.between)
+        end: int | None
         try:
             _, end = json.JSONDecoder().raw_decode(self._held, start)
-        except ValueError:
+        except (ValueError, RecursionError):
+            end = None
+        arguments = self._held[start:end]
+        if len(arguments.encode("utf-8", "replace")) > MAX_ARGUMENTS_BYTES:
+            raise BadArgument(f"a call has arguments of more than {MAX_ARGUMENTS_BYTES} bytes", field="tools")
+        if too_deep(arguments):
+            raise BadArgument(f"a call has arguments with more than {MAX_DEPTH} levels", field="tools")
+        if end is None:
             return None
         rest = self._held[end:]
         if not (rest.startswith(syntax.end) or (syntax.join and rest.startswith(syntax.join))):
             return None
-        call = m.ToolCall(self._make_id(self._n_calls), self._held[begin:name_end], self._held[start:end])
+        call = m.ToolCall(self._make_id(self._n_calls), self._held[begin:name_end], arguments)
         self._held, self._ended = rest, True
         self._n_calls += 1
         return call

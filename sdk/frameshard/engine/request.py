@@ -292,9 +292,11 @@ def _keywords(text: str) -> Mapping[str, Any]:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
 
+    if toolchecks.too_deep(text):
+        raise BadArgument(f"template_keywords: more than {toolchecks.MAX_DEPTH} levels", field="template_keywords")
     try:
         keywords = json.loads(text or "{}", parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadArgument(f"template_keywords: not valid JSON: {error}", field="template_keywords") from None
     if not isinstance(keywords, dict):
         raise BadArgument("template_keywords: must be a JSON object", field="template_keywords")

@@ -16,6 +16,11 @@ CALL_ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyz"
 CALL_ID_LENGTH = 9
 """Ids of calls have this form because some chat templates take no other."""
 
+MAX_DEPTH = 64
+"""The most levels of the JSON in tools, calls and template keywords. Python and templates read it recursively, with
+limited stacks."""
+
+_NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)  # a string, or a bracket outside strings
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -44,14 +49,26 @@ def check(tools: Sequence[m.Tool], choice: str) -> None:
         )
 
 
+def too_deep(text: str) -> bool:
+    """Whether a text of JSON has more than :data:`MAX_DEPTH` levels."""
+    depth = 0
+    for found in _NESTING.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
+        if depth > MAX_DEPTH:
+            return True
+    return False
+
+
 def schema_of(tool: m.Tool) -> dict[str, Any]:
     """The schema of a tool's arguments.
 
-    :raises BadArgument: it is not the schema of an object.
+    :raises BadArgument: it is not the schema of an object, or too deep.
     """
+    if too_deep(tool.schema):
+        raise BadArgument(f"tools: the schema of {tool.name!r} has more than {MAX_DEPTH} levels", field="tools")
     try:
         schema = json.loads(tool.schema) if tool.schema else _NO_ARGUMENTS
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadArgument(f"tools: the schema of {tool.name!r} is not JSON: {error}", field="tools") from None
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise BadArgument(f"tools: the schema of {tool.name!r} is not that of an object", field="tools")
@@ -73,9 +90,13 @@ def check_message(message: m.ChatMessage, names: Mapping[str, str]) -> None:
             f"messages: no call before this tool message has the id {message.tool_call_id!r}", field="messages"
         )
     for call in message.tool_calls:
+        if too_deep(call.arguments):
+            raise BadArgument(
+                f"messages: the arguments of the call {call.id!r} have more than {MAX_DEPTH} levels", field="messages"
+            )
         try:
             valid = isinstance(json.loads(call.arguments), dict)
-        except (ValueError, RecursionError):
+        except ValueError:
             valid = False
         if not valid or not _NAME.fullmatch(call.name):
             raise BadArgument(
