@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import trio
 
 import frameshard
 from frameshard import program
+from frameshard.engine import hostcount
 from frameshard.engine.hostmemory import MEASURE_S, SPARE_BYTES, share
 from frameshard.engine.kvstore import Blob, KvStore
 from frameshard.engine.pressure import Pressure
@@ -89,6 +91,20 @@ def test_the_parts_add_up_to_what_the_system_counts(shallow_model: Path) -> None
         assert 0 < caps.host_free_bytes < caps.host_total_bytes
 
     play(shallow_model, main)
+
+
+def test_all_files_of_a_model_are_counted_apart(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2))
+    for path in (first, second):
+        path.write_bytes(bytes(4 * MIB))
+    pages = hostcount.ModelPages(str(first))
+    before = hostcount.own(pages, emulated=False)
+    with open(second, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert not any(mapped[:: mmap.PAGESIZE])
+        after = hostcount.own(pages, emulated=False)
+    assert (before.mapped_bytes, after.mapped_bytes) == (0, 4 * MIB)
+    assert after.bytes < before.bytes + 2 * MIB
+    assert pages.cached_bytes() in (8 * MIB, None)
 
 
 def test_a_limit_below_the_floor_is_refused_and_changes_nothing(shallow_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import shutil
 import subprocess
@@ -12,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
+import tiny_models
 from frameshard.sentences import MAX_HELD, Splitter
 
 CASTLE = user("Who lives in the old castle?")
@@ -593,6 +596,20 @@ def test_a_model_changed_in_use_ends_the_engine(shallow_model: Path, tmp_path: P
         event = child.wait_for("fatal")
         assert event["error"]["name"] == "bad_model"
         assert child.process.wait(30) == 3
+
+
+@pytest.mark.parametrize("changed", [0, -1])
+def test_every_file_of_a_model_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: int) -> None:
+    monkeypatch.setattr("gguf.GGUFWriter", functools.partial(gguf.GGUFWriter, split_max_tensors=8))
+    tiny_models.make("llama", tmp_path / "model.gguf")
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 2
+    with engine(files[0]) as child:
+        files[changed].touch()
+        child.submit("w1 w2 w3")
+        event = child.wait_for("fatal", "done")
+        assert event["ev"] == "fatal"
+        assert event["error"]["message"] == f"{files[changed]} was changed while it was in use"
 
 
 # --- the process ------------------------------------------------------------------------------------------------------

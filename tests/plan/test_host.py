@@ -123,4 +123,9 @@ def test_the_disk_is_measured(model_path: Path, tmp_path: Path) -> None:
     small.write_bytes(b"x" * (100 * mmap.PAGESIZE))
     assert diskprobe.measure(small, 0.2).get("read_bytes", []) in ([65536.0, 262144.0], [])
     assert diskprobe.measure(tmp_path / "none", 0.2) == {}
+    first, second = (tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2))
+    first.write_bytes(b"no weights")
+    second.write_bytes(bytes(diskprobe.READ_BYTES[-1]))
+    measured = diskprobe.measure(second, 0.2)
+    assert diskprobe.measure_model(first, "emulated").get("read_bytes") == measured.get("read_bytes")
     assert replace(PLAIN, disk=rates).disk_rate(1 << 20) == pytest.approx(rates["rate"][2])

@@ -41,11 +41,13 @@ def measure(path: Path, seconds: float = 1.0, most_gbps: float = 0.0) -> dict[st
 
 
 def measure_model(model: Path, device: str) -> dict[str, list[float]]:
-    """The rates of the disk that a model is on, as :func:`measure` gives them.
+    """The rates of the disk that a model is on, as :func:`measure` gives them. Of several files the largest is read:
+    the first one may hold no weights.
 
     :param device: name of the device, which limits the rates if it is an emulated one with a disk.
     """
-    return measure(models.locate(model).path, most_gbps=native.parse_device(device).disk_gbps)
+    largest = max(models.files_of(model), key=os.path.getsize)
+    return measure(largest, most_gbps=native.parse_device(device).disk_gbps)
 
 
 def _rate(fd: int, size: int, seconds: float) -> float:

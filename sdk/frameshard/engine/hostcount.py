@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from frameshard import models
+from frameshard.models import ModelFile
 
 PROC = Path("/proc")
 KIB = 1 << 10
@@ -91,23 +92,22 @@ def process_bytes(pid: int) -> int:
 
 @dataclass(frozen=True)
 class Own:
-    """This process, without the mapping of one file and without emulated VRAM.
+    """This process, without the mappings of the model's files and without emulated VRAM.
 
     :param bytes: its share of memory.
-    :param mapped_bytes: addresses at which it maps the file.
+    :param mapped_bytes: addresses at which it maps the files.
     """
 
     bytes: int
     mapped_bytes: int
 
 
-def own(file: ModelPages, *, emulated: bool) -> Own:
+def own(model: ModelPages, *, emulated: bool) -> Own:
     """
     :param emulated: whether the device is the emulated one, whose VRAM is memory of this process.
     """
     total = mapped = pss = size = 0
     of_file = False
-    inode = str(file.inode).encode()
     for line in (PROC / "self" / "smaps").read_bytes().splitlines():
         if line.startswith(b"Pss:"):
             pss = int(line.split()[1]) * KIB
@@ -122,22 +122,50 @@ def own(file: ModelPages, *, emulated: bool) -> Own:
                     total += pss
         elif not line[:1].isupper():  # addresses, permissions, offset, device, inode, path
             words = line.split(maxsplit=5)
-            of_file = words[4] == inode and file.name in words[-1]
-    return Own(total, mapped - file.own_bytes)
+            name = model.names.get(words[4])
+            of_file = name is not None and name in words[-1]
+    return Own(total, mapped - model.own_bytes)
 
 
 class ModelPages:
-    """The pages of a model's file, or of the part of a file that is the model.
+    """The pages of a model's files, or of the part of a file that is the model.
 
-    :raises OSError: the file cannot be read.
+    :raises ModelNotFound: a file is missing.
+    :raises OSError: a file cannot be read.
     """
 
     def __init__(self, model: str) -> None:
         found = models.locate(model)
+        whole = found.n_bytes is None
+        self._files = [_Pages(ModelFile(path) if whole else found) for path in models.files_of(Path(model))]
+        self.names = {file.inode: file.name for file in self._files}
+        """The names of the files by their inodes, as in /proc."""
+
+    @property
+    def own_bytes(self) -> int:
+        """Addresses that this object maps."""
+        return sum(file.own_bytes for file in self._files)
+
+    def cached_bytes(self) -> int | None:
+        """The bytes in the page cache; None if the system does not tell. For a file that this user may not write, Linux
+        tells that all of it is there."""
+        total = 0
+        for file in self._files:
+            cached = file.cached_bytes()
+            if cached is None:
+                return None
+            total += cached
+        return total
+
+
+class _Pages:
+    """The pages of one file, or of a part of it."""
+
+    def __init__(self, found: ModelFile) -> None:
         self.name = os.fsencode(found.path.name)
         with open(found.path, "rb") as file:
             status = os.fstat(file.fileno())
-            self.inode = status.st_ino
+            self.inode = str(status.st_ino).encode()
             begin = found.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             end = found.offset + found.n_bytes if found.n_bytes else status.st_size
             self._map = mmap.mmap(file.fileno(), end - begin, access=mmap.ACCESS_READ, offset=begin)
@@ -146,12 +174,9 @@ class ModelPages:
 
     @property
     def own_bytes(self) -> int:
-        """Addresses that this object maps."""
         return self._pages.size * mmap.PAGESIZE
 
     def cached_bytes(self) -> int | None:
-        """The bytes in the page cache; None if the system does not tell. For a file that this user may not write, Linux
-        tells that all of it is there."""
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "mincore"):
             return None

@@ -19,8 +19,9 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 import llama_cpp
 import numpy as np
@@ -131,7 +132,7 @@ class Runtime:
             # Else llama.cpp's logits are wrong by several units (Gemma 3n and 4 on an H100, ggml at our pin).
             disable_early_kernels()
         files = self._adapter_files()
-        self._file = _Unchanged(models.locate(config.model).path)  # it must not change after the check
+        self._files = _Unchanged(models.files_of(Path(config.model)))  # they must not change after the check
         self.n_threads = config.n_threads or default_threads()
         choice = gpus.resolve(config.device, self._least_bytes)
         device, self.passed_over = choice.device, choice.passed_over
@@ -301,8 +302,8 @@ class Runtime:
             self._forms.close()
         if self._llama is not None:
             self._llama.close()
-        if hasattr(self, "_file"):
-            self._file.close()
+        if hasattr(self, "_files"):
+            self._files.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -363,12 +364,12 @@ class Runtime:
         return self.config.speculate == "auto" and self.device is not None and self.llama.can_trim
 
     def check_file(self) -> None:
-        """Checks that the model file was not changed in place since it was loaded.
+        """Checks that no file of the model was changed in place since it was loaded.
 
-        :raises BadModel: it was changed, so the mapped weights cannot be trusted.
+        :raises BadModel: one was changed, so the mapped weights cannot be trusted.
         """
-        if self._file.changed():
-            raise BadModel(f"{self.config.model} was changed while it was in use")
+        if (changed := self._files.changed()) is not None:
+            raise BadModel(f"{changed} was changed while it was in use")
 
     # --- adapters -------------------------------------------------------------------------------------------------
 
@@ -706,20 +707,23 @@ def _blaming(adapter: str) -> Iterator[None]:
 
 
 class _Unchanged:
-    """A file that stays open. Its size and time tell whether it was changed in place."""
+    """Files that stay open. Their sizes and times tell whether one was changed in place."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 - closed by close()
-        self._state = self._read()
+    def __init__(self, paths: Sequence[Path]) -> None:
+        with contextlib.ExitStack() as opened:
+            files = [(path, opened.enter_context(open(path, "rb"))) for path in paths]
+            self._states = [(path, file, _state(file)) for path, file in files]
+            self._files = opened.pop_all()
 
-    def _read(self) -> tuple[int, int]:
-        stat = os.fstat(self._file.fileno())
-        return stat.st_size, stat.st_mtime_ns
-
-    def changed(self) -> bool:
-        """Whether it was changed since it was opened."""
-        return self._read() != self._state
+    def changed(self) -> Path | None:
+        """The first one that was changed since it was opened; ``None`` if none was."""
+        return next((path for path, file, state in self._states if _state(file) != state), None)
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the files."""
+        self._files.close()
+
+
+def _state(file: BinaryIO) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
