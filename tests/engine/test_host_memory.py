@@ -17,10 +17,12 @@ import trio
 import frameshard
 from frameshard import program
 from frameshard.engine import hostcount
-from frameshard.engine.hostmemory import MEASURE_S, SPARE_BYTES, share
+from frameshard.engine.hostmemory import MEASURE_S, SPARE_BYTES, HostMemory, share
 from frameshard.engine.kvstore import Blob, KvStore
 from frameshard.engine.pressure import Pressure
+from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor
+from frameshard.wire.engine import EngineConfig
 
 MIB = 1 << 20
 VRAM_MB = 50
@@ -341,6 +343,21 @@ def test_the_own_limit_ends_when_the_machine_has_had_enough_for_long(
     look(1, available_mb=8000, stalled=11.0)
     assert len(told) == 3
     assert host.pressed_bytes < 100 * MIB
+
+
+def test_a_host_budget_does_not_wait_for_the_own_limit(tiny_model: Callable[[str], Path]) -> None:
+    """The processes grow while the machine is short of memory. The own limit is then the new floor, not less."""
+    with Runtime.load(EngineConfig(str(tiny_model("llama")), device="cpu", n_ctx=512, n_parallel=1)) as runtime:
+        host = HostMemory(runtime, KvStore(8 * MIB))
+        host.measure()
+        assert host.press(1 << 40)
+        before = host.parts().used_bytes
+        grown = bytearray(b"x" * (64 * MIB))
+        while host.parts().used_bytes < before + len(grown) // 2:
+            host.measure()
+        assert host.parts().used_bytes < host.pressed_bytes == host.floor_bytes
+        for budget_bytes in (1 << 40, 0, 1 << 41):
+            host.set_budget(budget_bytes, 0.0)
 
 
 def play_machine(root: Path, *, available_mb: int, stalled: float = 0.0) -> None:

@@ -294,7 +294,10 @@ class HostMemory:
         return self._runtime.model_info.file_bytes if device is None else device.stats().host_floor_bytes
 
     def _give_shares(self) -> None:
-        """Gives the KV store and the shard device their shares of the limit."""
+        """Gives the KV store and the shard device their shares of the limit. The sidecar's own limit rises with the
+        floor, as the processes grow."""
+        if self.pressed_bytes:
+            self.pressed_bytes = max(self.pressed_bytes, self._least_bytes())
         most, limit = self._runtime.config.kv_cache_bytes, self.limit_bytes
         if not limit:
             self._store.set_limit(most, strict=False)
@@ -327,10 +330,10 @@ class HostMemory:
         return device is not None and device.stats().host_budget_bytes != self._asked_bytes
 
     def _await_release(self, timeout_s: float) -> None:
-        """Waits for the shard device, and for copies that are being made, which cannot be taken back. What is held may
-        still grow until the device obeys."""
+        """Waits until what is held is within the host budget: for the shard device, and for copies that are being made,
+        which cannot be taken back. What is held may still grow until the device obeys."""
         until = time.monotonic() + timeout_s
-        while self.limit_bytes and (self._is_late() or self.limit_bytes < self.parts().used_bytes):
+        while self.budget_bytes and (self._is_late() or self.budget_bytes < self.parts().used_bytes):
             if time.monotonic() >= until:
                 raise DeadlineMissed("host memory is still in use; the host budget stays in force")
             time.sleep(POLL_S)
