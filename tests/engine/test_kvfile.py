@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import stat
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from engine_driver import EngineProcess
 
 from frameshard.engine import kvfile
 from frameshard.engine.kvstore import Blob
@@ -23,6 +27,10 @@ def blob() -> Blob:
     return Blob(tokens=list(range(40)), shapes=[(16, 16), (16, 16), (8, 16)], data=cells)
 
 
+def write(path: Path, content: Blob) -> int:
+    return kvfile.write(str(path), ENGINE, content, kvfile.part_of(str(path)))
+
+
 def read(path: Path, engine: dict[str, str] = ENGINE, **limits: Any) -> Blob:
     found = kvfile.read(str(path), engine, **{**LIMITS, **limits})
     assert (found.file_bytes, found.adapters) == (path.stat().st_size, ())
@@ -31,7 +39,7 @@ def read(path: Path, engine: dict[str, str] = ENGINE, **limits: Any) -> Blob:
 
 def test_a_file_has_what_was_written(tmp_path: Path) -> None:
     path, written = tmp_path / "mira.kv", blob()
-    assert kvfile.write(str(path), ENGINE, written) == path.stat().st_size
+    assert write(path, written) == path.stat().st_size
     found = read(path)
     assert (found.tokens, found.shapes) == (written.tokens, written.shapes)
     assert found.data.tobytes() == written.data.tobytes()
@@ -40,7 +48,7 @@ def test_a_file_has_what_was_written(tmp_path: Path) -> None:
 
 def test_a_thousand_damaged_files_are_refused(tmp_path: Path) -> None:
     path, dice = tmp_path / "mira.kv", random.Random(19)
-    kvfile.write(str(path), ENGINE, blob())
+    write(path, blob())
     whole = path.read_bytes()
     for _ in range(1000):
         copy = bytearray(whole)
@@ -54,7 +62,7 @@ def test_a_thousand_damaged_files_are_refused(tmp_path: Path) -> None:
 
 def test_only_the_engines_own_file_is_used(tmp_path: Path) -> None:
     path = tmp_path / "mira.kv"
-    kvfile.write(str(path), ENGINE, blob())
+    write(path, blob())
     for name in ENGINE:
         with pytest.raises(kvfile.Unusable, match=f"another engine: {name}"):
             read(path, {**ENGINE, name: "other"})
@@ -70,19 +78,73 @@ def test_links_are_not_followed_and_others_cannot_read(tmp_path: Path) -> None:
     path.symlink_to(target)
     with pytest.raises(kvfile.Unusable):
         read(path)
-    kvfile.write(str(path), ENGINE, blob())
+    write(path, blob())
     assert target.read_text() == "not to be touched"
     assert not path.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert sorted(tmp_path.iterdir()) == [path, target]
     with pytest.raises(OSError, match=r"directory"):
-        kvfile.write(str(tmp_path), ENGINE, blob())
+        write(tmp_path, blob())
     assert sorted(tmp_path.iterdir()) == [path, target]
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path, tmp_path / "pipe", tmp_path / "none"):
         with pytest.raises(kvfile.Unusable):
             read(other)
     with pytest.raises(FileExistsError, match="pipe is there"):
-        kvfile.write(str(tmp_path / "pipe"), ENGINE, blob())
+        write(tmp_path / "pipe", blob())
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert sorted(tmp_path.iterdir()) == [path, tmp_path / "pipe", target]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks which files are open")
+def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where an open file cannot be removed."""
+    unlink = os.unlink
+
+    def refusing(path: str) -> None:
+        opened = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+        if path in opened:
+            raise PermissionError(path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refusing)
+    wrong: Any = SimpleNamespace(nbytes=5000, data=None)
+    with pytest.raises(TypeError):
+        write(tmp_path / "mira.kv", dataclasses.replace(blob(), data=wrong))
+    assert not list(tmp_path.iterdir())
+
+
+ENDING = """
+import hashlib, time
+from frameshard.engine import kvfile, process
+
+class Slow:
+    def __init__(self):
+        self.real = hashlib.sha256()
+        self.digest = self.real.digest
+
+    def update(self, piece):
+        time.sleep({seconds})
+        self.real.update(piece)
+
+kvfile.hashlib = type("", (), {{"sha256": Slow, "_Hash": object}})
+process.CLEANUP_S = {patience_s}
+process.main()
+"""
+
+
+@pytest.mark.parametrize(("seconds", "patience_s"), [(0.2, 240.0), (240.0, 0.4)])
+def test_an_engine_that_ends_leaves_a_whole_file_or_none(
+    deep_model: Path, tmp_path: Path, seconds: float, patience_s: float
+) -> None:
+    child = EngineProcess(program=("-c", ENDING.format(seconds=seconds, patience_s=patience_s)))
+    try:
+        child.load(deep_model, device="cpu", n_ctx=512, n_parallel=1, n_threads=1)
+        child.run("Once upon a time", conversation="mira", params={"max_tokens": 2})
+        with child.at_once():
+            child.send(op="kv_save", seq=1, conversation="mira", path=str(tmp_path / "mira.kv"))
+            child.send(op="stop")
+        assert child.process.wait(200) == 0
+    finally:
+        child.close()
+    assert [path.name for path in tmp_path.iterdir()] == (["mira.kv"] if patience_s > seconds else [])

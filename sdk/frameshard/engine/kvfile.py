@@ -17,8 +17,9 @@ import os
 import secrets
 import stat
 import struct
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Annotated, BinaryIO
 
@@ -92,10 +93,16 @@ def identity(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
+def part_of(path: str) -> str:
+    """Returns a name for a file until it is whole."""
+    return f"{path}.{secrets.token_hex(8)}.part"
+
+
+def write(path: str, engine: Mapping[str, str], blob: Blob, part: str) -> int:
     """Writes a blob to a file that only this user can read. The file appears when it is whole, in the place of an
     earlier one or of a link.
 
+    :param part: its name until then, from :func:`part_of`.
     :returns: the bytes of the file.
     :raises OSError: it cannot be written, or what is there is no file. Nothing is left.
     """
@@ -117,7 +124,6 @@ def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
             "cell_bytes": blob.data.nbytes,
         }
     )
-    part = f"{path}.{secrets.token_hex(8)}.part"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(part, flags, 0o600), "wb") as file:
         try:
@@ -131,7 +137,10 @@ def write(path: str, engine: Mapping[str, str], blob: Blob) -> int:
             file.close()
             os.replace(part, path)
         except BaseException:
-            os.unlink(part)
+            with contextlib.suppress(OSError):
+                file.close()  # Windows does not remove an open file
+            with contextlib.suppress(OSError):
+                os.unlink(part)
             raise
     return n_bytes + _SHA_BYTES
 
@@ -249,12 +258,23 @@ class KvFiles:
         self._post = post
         self._engine = identity(runtime)
         self._thread = ThreadPoolExecutor(1, "kv files")
+        self._lock = threading.Lock()
+        self._work: list[Future[None]] = []
+        self._part: str | None = None
+        """The file that is being written."""
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for the file that is being written. If that takes too long, nothing is left of it."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if wait(self._work, timeout_s).not_done and self._part is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._part)
 
     def save(self, command: em.SaveKv, *, parked: bool) -> None:
         """[main thread] Copies the cells, and has them written."""
         blob = None if parked else self._reuse.copy_of(command.conversation)
         if blob is not None:
-            self._thread.submit(self._write, command, blob)
+            self._start(self._write, command, blob)
         elif parked:
             self._refuse(command, "the sidecar is parked")
         else:
@@ -262,16 +282,23 @@ class KvFiles:
 
     def load(self, command: em.LoadKv) -> None:
         """[any thread] Has the file read, and then puts its cells into the store."""
-        self._thread.submit(self._read, command)
+        self._start(self._read, command)
+
+    def _start(self, work: Callable[..., None], *given: object) -> None:
+        with self._lock, contextlib.suppress(RuntimeError):  # closed: the engine ends
+            self._work = [*(each for each in self._work if not each.done()), self._thread.submit(work, *given)]
 
     def _write(self, command: em.SaveKv, blob: Blob) -> None:
+        self._part = part_of(command.path)
         try:
-            n_bytes = write(command.path, self._engine, blob)
+            n_bytes = write(command.path, self._engine, blob, self._part)
             self._answer(em.Kv(command.seq, len(blob.tokens), n_bytes))
         except OSError as error:
             self._refuse(command, f"the file cannot be written: {error.strerror}")
         except Exception as error:
             self._refuse(command, internal(logger, "writing a KV cache", error).message)
+        finally:
+            self._part = None
 
     def _read(self, command: em.LoadKv) -> None:
         try:

@@ -166,6 +166,9 @@ class Engine:
             return 0
         except Exception as error:
             return self._fatal(internal(logger, "the engine", error))
+        finally:
+            if self._kv_files is not None:
+                self._kv_files.close(CLEANUP_S / 2)
         # The model is freed only if no other thread still uses it. The system frees all memory at exit anyway.
         prepared = self._preparation is None or self._preparation.close(CLEANUP_S / 2)
         if prepared and self._counting.close(CLEANUP_S / 4) and self._replanner.close(CLEANUP_S / 4):
