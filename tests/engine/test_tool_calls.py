@@ -435,6 +435,13 @@ def test_a_call_that_is_too_deep() -> None:
             reader.feed(content[: -len(OWN.end) - 9] if is_open else content)
 
 
+def test_brackets_in_a_string_that_goes_on_are_no_levels() -> None:
+    reader = CallReader(OWN, str)
+    content = OWN.written([("look", json.dumps({"art": '"}' + 100 * "["}))])
+    calls = [call for letter in content for call in reader.feed(letter).calls]
+    assert [json.loads(call.arguments)["art"] for call in calls] == ['"}' + 100 * "["]
+
+
 def test_a_completion_and_a_model_without_a_way_have_no_tools(tiny: EngineProcess, tmp_path: Path) -> None:
     assert tiny.run("Once", tools=[tool()])[-1]["error"]["detail"]["field"] == "tools"
     tiny_models.make("llama", tmp_path / "tiny.gguf", n_layer=1, chat_template=tool_templates.NO_SYSTEM)

@@ -20,7 +20,9 @@ MAX_DEPTH = 64
 """The most levels of the JSON in tools, calls and template keywords. Python and templates read it recursively, with
 limited stacks."""
 
-_NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)  # a string, or a bracket outside strings
+_NESTING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+"""A string, which may end with the text, or a bracket outside strings."""
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -50,7 +52,7 @@ def check(tools: Sequence[m.Tool], choice: str) -> None:
 
 
 def too_deep(text: str) -> bool:
-    """Whether a text of JSON has more than :data:`MAX_DEPTH` levels."""
+    """Whether a text of JSON, or the beginning of one, has more than :data:`MAX_DEPTH` levels."""
     depth = 0
     for found in _NESTING.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
