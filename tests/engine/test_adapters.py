@@ -177,6 +177,23 @@ process.main()
         assert loaded == [["a"], [], ["b"]]
 
 
+@in_trio
+async def test_a_file_that_was_replaced_is_another_one(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model, path = tiny_model("llama"), tmp_path / "a.gguf"
+    make_adapter(model, path, seed=1)
+    launch = frameshard.launch(model, log=subprocess.DEVNULL, n_threads=1, device="cpu", n_ctx=512)
+    async with launch as client:
+        await client.adapter_load("a", path)
+        make_adapter(model, tmp_path / "new.gguf", seed=2)
+        (tmp_path / "new.gguf").replace(path)
+        with pytest.raises(errors.BadArgument, match="another file is loaded under this name: unload it first"):
+            await client.adapter_load("a", path)
+        before = await alone(client, "Once upon", adapters={"a": 1.0})
+        await client.adapter_unload("a")
+        await client.adapter_load("a", path)
+        assert await alone(client, "Once upon", adapters={"a": 1.0}) != before
+
+
 TRY = """
 import sys
 from frameshard.engine.runtime import Runtime

@@ -71,13 +71,16 @@ class Adapters:
     def has(self, name: str, file: AdapterFile) -> bool:
         """Whether this file is loaded under this name.
 
-        :raises BadArgument: another file is, or no further adapter can be loaded.
+        :raises BadArgument: another file is, or one that has been replaced since; or no further adapter can be loaded.
         """
         if name not in self._loaded and len(self._loaded) >= m.MAX_ADAPTERS:
             raise BadArgument(f"{m.MAX_ADAPTERS} adapters are loaded: unload one first", field="name")
-        if name in self._loaded and self._loaded[name].file.path != file.path:
-            raise BadArgument(f"an adapter named {name} is loaded: unload it first", field="name")
-        return name in self._loaded
+        if name not in self._loaded:
+            return False
+        loaded = self._loaded[name].file
+        if (loaded.path, loaded.fingerprint) != (file.path, file.fingerprint):
+            raise BadArgument(f"{name}: another file is loaded under this name: unload it first", field="name")
+        return True
 
     def add(self, name: str, file: AdapterFile) -> Adapter:
         """Loads an adapter.
