@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import gguf
 import llama_cpp
 import pytest
 
-from frameshard.engine.tokenizer import tokenize
+from frameshard.engine.tokenizer import tokenize, with_deep_stack
 from frameshard.errors import BadArgument
 
 LONG = """
@@ -58,6 +59,24 @@ def test_a_long_text_of_one_kind_of_character_does_not_end_the_process(tmp_path:
     write_vocabulary(tmp_path / "vocabulary.gguf", "gpt2", tokens, pre)
     done = subprocess.run([sys.executable, "-c", LONG, tmp_path / "vocabulary.gguf"], capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_stacks_are_those_that_each_system_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages have 16 KiB on macOS. On Windows Python takes less than 256 MiB."""
+    stack_size, asked = threading.stack_size, []
+
+    def strict(n_bytes: int) -> int:
+        asked.append(n_bytes)
+        if n_bytes % (16 << 10) or n_bytes >= 256 << 20:
+            raise ValueError(n_bytes)
+        return stack_size(n_bytes)
+
+    monkeypatch.setattr(threading, "stack_size", strict)
+    for n_bytes in (1025, 3001, 100_000, 520_000):
+        assert with_deep_stack(n_bytes, lambda: 7) == 7
+        assert asked[-2] > 512 * n_bytes
+    with pytest.raises(BadArgument, match="600000 bytes is too long"):
+        with_deep_stack(600_000, lambda: 7)
 
 
 def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ LONG_TEXT_CHARS = 1 << 15
 _SHALLOW_BYTES = 1024  # a shorter text needs at most half a megabyte of stack
 _STACK_PER_BYTE = 512
 _STACK_BYTES = 1 << 20  # for anything else
+_STACK_PAGE = 64 << 10  # macOS takes multiples of 16 KiB only; on Windows Python takes less than 256 MiB
 _setting_stack = threading.Lock()
 
 
@@ -41,14 +42,19 @@ def with_deep_stack(n_bytes: int, call: Callable[[], int]) -> int:
     :param n_bytes: the length of the text.
     :param call: calls llama.cpp and raises nothing.
     :returns: its result.
-    :raises OutOfMemory: the system refuses so large a stack.
+    :raises BadArgument: the text is too long for the stacks of this system.
+    :raises OutOfMemory: the system has no memory for so large a stack.
     """
     if n_bytes <= _SHALLOW_BYTES:
         return call()
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(call()), daemon=True, name="tokenize")
+    n_pages = -(-n_bytes * _STACK_PER_BYTE // _STACK_PAGE)
     with _setting_stack:
-        usual = threading.stack_size(_STACK_BYTES + -(-n_bytes * _STACK_PER_BYTE // 4096) * 4096)  # whole pages
+        try:
+            usual = threading.stack_size(_STACK_BYTES + n_pages * _STACK_PAGE)
+        except ValueError:
+            raise BadArgument(f"a text of {n_bytes} bytes is too long to be tokenised here: shorten it") from None
         try:
             thread.start()
         except RuntimeError:
