@@ -54,7 +54,7 @@ class Answer:
         self._text = TextStream(stops)
         self._splitter = Splitter() if sentences else None
         self.n_given = 0
-        """How many tokens the text has that another model has given."""
+        """The number of tokens in the beginning of the answer that another model has written."""
         self._begin = ""
         self._given_left = 0
 

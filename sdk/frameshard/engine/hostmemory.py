@@ -247,8 +247,8 @@ class HostMemory:
         return True
 
     def press(self, missing_bytes: int) -> bool:
-        """Sets the sidecar's own limit below what is held, or lowers it, at most to the floor. Weights that the system
-        can take back itself are left to it.
+        """Sets the sidecar's own limit below what is held, or lowers it further, but never below the floor. Weights
+        that the system can take back itself are left to it.
 
         :param missing_bytes: how much the system is short of.
         :returns: false if that is not possible.

@@ -30,7 +30,7 @@ ROOM = 2
 were never written to take no memory."""
 
 PINNED_ROOM = 9 / 8
-"""The same for pinned pages. All of them take memory."""
+"""The same for pinned pages, of which fewer are reserved: they take memory even if they are never written to."""
 
 Pinned = npt.NDArray[np.uint8]
 

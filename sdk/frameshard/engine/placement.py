@@ -44,8 +44,9 @@ _LEAST_REPLAN_SHARE = 1 / 64
 """A change by less than this part of the budget needs no new plan: after each one the driver records the launches of a
 decode again, which takes some 10 ms."""
 _PROMPT_SHARE = 1 / 4
-"""The part of the budget, before a prompt is read. A plan takes a tenth of a second, for which the answer would wait.
-So a smaller change gets its plan from :meth:`Placement.fill`, after the prompt."""
+"""Before a prompt is read, a new plan is made only if the KV cache has changed by more than this part of the budget:
+making a plan takes a tenth of a second, and the answer would wait for it. A smaller change gets its plan from
+:meth:`Placement.fill`, after the prompt."""
 _PLANS_KEPT = 16  # prompts that come and go need the same few plans again
 _FILL_STEPS = 20  # reports of progress while a load fills VRAM
 _LEAST_CTX_USED = 512  # plans assume at least so many tokens of context

@@ -93,7 +93,7 @@ class RequestReader:
         if request.given:
             if begins is Channel.THOUGHT:
                 raise Unsupported("an answer that was broken off cannot go on where a prompt ends inside a thought")
-            # With more text than that the answer is complete.
+            # If the given text already has `max_tokens` tokens, the answer is complete.
             given = runtime.tokenizer.tokenize(request.given, add_special=False)[: sampling.max_tokens]
             answer.begin(request.given, len(given))
         return Job(

@@ -45,7 +45,9 @@ class Sound:
             raise BadArgument("a WAV file is cut off", field="images")
         _, wave, chunk, _, _, channels, rate = _WAV.unpack_from(self.data)
         if (wave, chunk) != (b"WAVE", b"fmt ") or not 1 <= channels <= 8 or rate not in _RATES:
-            raise BadArgument("a WAV file is damaged: its header has no channels and rate of a sound", field="images")
+            raise BadArgument(
+                "a WAV file is damaged: its header has an impossible number of channels or sample rate", field="images"
+            )
 
     @property
     def digest(self) -> bytes:
