@@ -251,8 +251,12 @@ class Stream:
                         self._end()
                         raise JobCancelled("the job was cancelled")
                     if self._turn.shorten():
-                        self._open()
-                        await self._accepted()
+                        try:
+                            self._open()
+                            await self._accepted()
+                        except FrameshardError:
+                            self._end()
+                            raise
                         continue
                     self._turn.take_back()
                 self._end()
@@ -437,7 +441,7 @@ class Client:
 
         With a `conversation` the prompt begins with its earlier messages. An answer that was not read to its end is
         included as far as it was read. When the context is full, the oldest questions and answers are forgotten;
-        :attr:`Stream.n_dropped` tells how many. A question that is too long even without them changes nothing.
+        :attr:`Stream.n_dropped` tells how many. A question that gets no answer drops none of them.
         `images` come before the text. Later questions of the conversation include the answer, but not the images.
 
         :param system: the system message of the conversation from now on.

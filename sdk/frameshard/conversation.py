@@ -154,22 +154,27 @@ class Turn:
     def take_back(self) -> None:
         """The question could not be sent, or is too long for the context: the conversation is as it was before."""
         self._conversation.system, self._conversation.exchanges = self._before
-        self._waiting = []
+        self._n_forgotten, self._waiting = 0, []
 
     def shorten(self) -> bool:
-        """Forgets the oldest question and answer of the conversation.
+        """Forgets the oldest question and answer of the prompt, and those that are older.
 
-        :returns: false if there is none.
+        :returns: false if the prompt has none.
         """
-        if not self._conversation.exchanges:
+        exchanges = self._conversation.exchanges
+        n = self.n_dropped - self._n_forgotten + 1
+        if n > len(exchanges):
             return False
-        del self._conversation.exchanges[0]
-        self._n_forgotten += 1
+        del exchanges[:n]
+        self._n_forgotten += n
         return True
 
     def end(self) -> None:
+        """The answer has ended. A question of which no answer was read leaves the exchanges as they were."""
         conversation = self._conversation
         conversation.open = None
+        if not (self.answer or self.calls):
+            conversation.exchanges[:0] = self._before[1][: self._n_forgotten]
         conversation.exchanges += self.exchange()
 
 

@@ -17,7 +17,7 @@ import frameshard
 from frameshard import errors
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
-from sidecars import GREEDY, WORDS, alive, directory_of, in_both, in_trio, launch, until_lost
+from sidecars import GREEDY, WORDS, alive, directory_of, freeze, in_both, in_trio, launch, thaw, until_lost
 
 
 @in_trio
@@ -169,19 +169,45 @@ async def test_cancel() -> None:
                 await anyio.sleep(0.01)
 
 
+async def until_refused(stream: frameshard.Stream) -> None:
+    """Waits until the sidecar has refused the whole history."""
+    assert stream._events is not None
+    while not stream._events.statistics().current_buffer_used:
+        await anyio.sleep(0.01)
+
+
 @in_both
 async def test_a_question_that_is_being_shortened_is_cancelled() -> None:
     async with launch(engine=fake_engine(n_ctx=12)) as client:
         for index in range(2):
             await client.ask(f"a b {index}", conversation="inn").completed()
         async with client.ask("c d e", conversation="inn") as stream:
-            assert stream._events is not None
-            while not stream._events.statistics().current_buffer_used:  # the sidecar has refused the whole history
-                await anyio.sleep(0.01)
+            await until_refused(stream)
             await stream.cancel()
             with pytest.raises(errors.JobCancelled):
                 await stream.completed()
         assert stream.text == ""
+        assert (await client.ask("d", conversation="inn").completed()).text == "d"
+
+
+@in_both
+async def test_a_question_that_finds_no_place_when_it_is_shorter_leaves_the_history() -> None:
+    async with launch(engine=fake_engine(n_ctx=12), max_jobs=1) as client:
+        for index in range(3):
+            await client.ask(f"a b {index}", conversation="inn").completed()
+        whole = client.history("inn")
+        async with client.ask("c d", conversation="inn") as stream:
+            await until_refused(stream)
+            pid = (await client.stats()).broker.engine_pid
+            assert pid is not None
+            freeze(pid)
+            async with client.complete("la"):
+                for error in (errors.Overloaded, errors.JobCancelled):
+                    with anyio.fail_after(60), pytest.raises(error):
+                        await stream.completed()
+                thaw(pid)
+        assert stream.n_dropped == 1
+        assert client.history("inn") == whole
         assert (await client.ask("d", conversation="inn").completed()).text == "d"
 
 
