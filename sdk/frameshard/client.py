@@ -246,18 +246,14 @@ class Stream:
                 continue
             if isinstance(event, m.Failed):
                 error = event.error.exception()
-                if isinstance(error, ContextOverflow) and self._turn is not None and not self._begun:
-                    if self._cancelled:  # the sidecar was told so of the job that has failed
-                        self._end()
-                        raise JobCancelled("the job was cancelled")
-                    if self._turn.shorten():
-                        try:
-                            self._open()
-                            await self._accepted()
-                        except FrameshardError:
+                if self._turn is not None and not self._begun:
+                    if isinstance(error, ContextOverflow):
+                        if self._cancelled:  # the sidecar was told so of the job that has failed
                             self._end()
-                            raise
-                        continue
+                            raise JobCancelled("the job was cancelled")
+                        if self._turn.shorten():
+                            await self._open_again(self._turn)
+                            continue
                     self._turn.take_back()
                 self._end()
                 raise error
@@ -270,6 +266,15 @@ class Stream:
             if isinstance(event, m.Cancelled):
                 raise JobCancelled("the job was cancelled")
         raise StopAsyncIteration
+
+    async def _open_again(self, turn: Turn) -> None:
+        try:
+            self._open()
+            await self._accepted()
+        except FrameshardError:
+            turn.take_back()
+            await self.aclose()
+            raise
 
     @property
     def _begun(self) -> bool:
@@ -319,7 +324,8 @@ class Stream:
     def begin(self) -> None:
         """Sends the request, unless it was sent already. Entering the stream does this too.
 
-        :raises FrameshardError: the request cannot be sent. The stream has then ended.
+        :raises FrameshardError: the request cannot be sent, and the stream has ended; or the conversation's last answer
+            is still open, and the stream may be begun later.
         """
         if self._job is None:
             if self._ended:

@@ -152,7 +152,7 @@ class Turn:
             conversation.system = self._system
 
     def take_back(self) -> None:
-        """The question could not be sent, or is too long for the context: the conversation is as it was before."""
+        """The question could not be sent, or has failed without an answer: the conversation is as it was before."""
         self._conversation.system, self._conversation.exchanges = self._before
         self._n_forgotten, self._waiting = 0, []
 

@@ -183,6 +183,28 @@ int64_t history_of(const std::vector<json> &frames) {
     return n;
 }
 
+/* A question that fails without an answer, after an answer with calls of tools that wait for results. */
+void leave_the_conversation() {
+    for (const char *beside : {"", "Let me see."}) {
+        Session session("growth");
+        begin(session);
+        Save save = short_exchanges(1);
+        json answer = with_calls(1);
+        answer["content"] = beside;
+        save.exchanges.push_back({"How much?", "", json::array({answer})});
+        session.load("mira", std::move(save));
+        std::string system = "Be short.";
+        session.ask("How are you?", "mira", &system, {{"kind", "chat"}, {"window", 1}});
+        for (int64_t wire = 1; session.saved("mira").system != "Be kind." && wire < 9; ++wire) {
+            hear(session, overflow(wire, 0));
+            taken(session);
+        }
+        Save left = session.saved("mira");
+        check("a question that fails leaves system text and calls",
+              left.system == "Be kind." && left.exchanges.size() == 2 && left.exchanges[1].waiting());
+    }
+}
+
 /* A question that does not fit into the context with all of its history. */
 void more_than_the_context() {
     Session session("growth");
@@ -229,6 +251,7 @@ void more_than_the_context() {
     check("fails when it does not fit alone",
           history_of(sent(longer)) == 1 && events.size() == 1 && events[0].fields.status == FS_CONTEXT_OVERFLOW);
     check("and leaves the conversation as it was", longer.saved("mira").exchanges.size() == 2);
+    leave_the_conversation();
 
     for (const char *first : {"delta", "thought", "tool_call"}) {
         Session other("growth"); // a server may send a part before it fails

@@ -201,11 +201,12 @@ async def test_a_question_that_finds_no_place_when_it_is_shorter_leaves_the_hist
             pid = (await client.stats()).broker.engine_pid
             assert pid is not None
             freeze(pid)
-            async with client.complete("la"):
+            async with client.complete("la") as other:
                 for error in (errors.Overloaded, errors.JobCancelled):
                     with anyio.fail_after(60), pytest.raises(error):
                         await stream.completed()
                 thaw(pid)
+                await other.completed()
         assert stream.n_dropped == 1
         assert client.history("inn") == whole
         assert (await client.ask("d", conversation="inn").completed()).text == "d"

@@ -72,6 +72,17 @@ void forget_calls(std::deque<Exchange> *exchanges) {
     }
 }
 
+/* Undoes forget_calls. `calls` is the exchange that had them, or null. */
+void restore_calls(std::deque<Exchange> *exchanges, std::unique_ptr<Exchange> calls) {
+    if (calls == nullptr) {
+        return;
+    }
+    if (!calls->steps.back()["content"].get_ref<const std::string &>().empty()) {
+        exchanges->pop_back();
+    }
+    exchanges->push_back(std::move(*calls));
+}
+
 } // namespace
 
 Error error_of(const json &info) {
@@ -218,10 +229,14 @@ void Session::advance(const std::string &conversation) {
             }
         } else if (state_ != State::Lost) { // lose() has ended all jobs
             Job &job = jobs_.at(next.job);
+            job.system_before = said.system;
             if (job.system) {
                 said.system = *job.system;
             }
             if (job.steps.empty()) {
+                if (!said.exchanges.empty() && said.exchanges.back().waiting()) {
+                    job.calls_before = std::make_unique<Exchange>(said.exchanges.back());
+                }
                 forget_calls(&said.exchanges);
             }
             said.speaking = next.job;
@@ -609,7 +624,7 @@ void Session::job_event(const json &message) {
     if (name == "failed") {
         error = error_of(message["error"]);
         if (error.status == FS_CONTEXT_OVERFLOW && job.turn && !job.begun) {
-            if (job.cancelled) { // the request came too late for this attempt, and there is no other
+            if (job.cancelled) { // this attempt failed before the sidecar got the request; there is no other
                 name = "cancelled";
             } else if (shorten(job)) {
                 grant(job, seq + 1);
@@ -849,14 +864,22 @@ Event Session::take() {
         by_wire_.erase(job.wire);
         std::string conversation = job.conversation;
         std::deque<Exchange> exchanges = spoken(job);
-        // A question without an answer leaves the conversation as it was.
-        size_t forgotten = job.taken > 0 || !job.calls.empty() ? job.forgotten : 0;
+        // A question without an answer drops nothing, and one that has failed changes nothing.
+        bool answered = job.taken > 0 || !job.calls.empty();
+        bool restores = !answered && event.fields.type == FS_EVENT_FAILED;
+        size_t forgotten = answered ? job.forgotten : 0;
+        std::string system = std::move(job.system_before);
+        std::unique_ptr<Exchange> calls = std::move(job.calls_before);
         jobs_.erase(found);
         auto said = conversations_.find(conversation);
         if (said != conversations_.end() && said->second.speaking == event.fields.job) {
             said->second.speaking = 0;
             std::deque<Exchange> &kept = said->second.exchanges;
             kept.erase(kept.begin(), kept.begin() + std::ptrdiff_t(forgotten));
+            if (restores) {
+                said->second.system = std::move(system);
+                restore_calls(&kept, std::move(calls));
+            }
             for (Exchange &exchange : exchanges) {
                 kept.push_back(std::move(exchange));
             }

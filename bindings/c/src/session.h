@@ -110,6 +110,9 @@ class Session {
         size_t dropped = 0;   // oldest exchanges that the prompt lacks
         size_t forgotten = 0; // of them, those that the context has no room for; the conversation loses them
         bool begun = false;   // something of the answer has come
+        // Of the conversation before the question; a question that fails without an answer restores it.
+        std::string system_before;
+        std::unique_ptr<Exchange> calls_before;
         bool accepted = false, asked_again = false, started = false, cancelled = false, ended = false;
     };
 
