@@ -93,55 +93,56 @@ def identity(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def part_of(path: str) -> str:
-    """Returns a name for a file until it is whole."""
-    return f"{path}.{secrets.token_hex(8)}.part"
+def create(path: str) -> BinaryIO:
+    """Returns a new file beside `path`, for :func:`write`. Only this user can read it.
 
-
-def write(path: str, engine: Mapping[str, str], blob: Blob, part: str) -> int:
-    """Writes a blob to a file that only this user can read. The file appears when it is whole, in the place of an
-    earlier one or of a link.
-
-    :param part: its name until then, from :func:`part_of`.
-    :returns: the bytes of the file.
-    :raises OSError: it cannot be written, or what is there is no file. Nothing is left.
+    :raises OSError: it cannot be made, or what is at `path` is no file.
     """
     with contextlib.suppress(FileNotFoundError):
         kind = os.lstat(path).st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISLNK(kind)):
             raise FileExistsError(errno.EEXIST, "a directory, a device or a pipe is there")
-    tokens = np.array(blob.tokens, "<i4")
-    shapes = np.array(pack_shapes(blob.shapes), "<i4").reshape(-1, 3)
-    header = codec.encode(
-        {
-            "engine": dict(engine),
-            "adapters": [
-                {"adapter": {"name": each.name, "scale": scale}, "fingerprint": each.file.fingerprint}
-                for each, scale in blob.adapters
-            ],
-            "n_tokens": len(tokens),
-            "n_shapes": len(shapes),
-            "cell_bytes": blob.data.nbytes,
-        }
-    )
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(part, flags, 0o600), "wb") as file:
-        try:
-            checksum, n_bytes = hashlib.sha256(), 0
-            start = _START.pack(_MAGIC, _FORMAT, len(header)) + header
-            for piece in (start, tokens.tobytes(), shapes.tobytes(), blob.data.data):
-                file.write(piece)
-                checksum.update(piece)
-                n_bytes += len(piece)
-            file.write(checksum.digest())
-            file.close()
-            os.replace(part, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                file.close()  # Windows does not remove an open file
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
+    return open(f"{path}.{secrets.token_hex(8)}.part", "wb", opener=lambda name, _: os.open(name, flags, 0o600))
+
+
+def write(path: str, engine: Mapping[str, str], blob: Blob, part: BinaryIO) -> int:
+    """Writes a blob to a file, which appears when it is whole, in the place of an earlier one or of a link.
+
+    :param part: the file until then, from :func:`create`. It is closed.
+    :returns: the bytes of the file.
+    :raises OSError: it cannot be written. Nothing is left.
+    """
+    try:
+        tokens = np.array(blob.tokens, "<i4")
+        shapes = np.array(pack_shapes(blob.shapes), "<i4").reshape(-1, 3)
+        header = codec.encode(
+            {
+                "engine": dict(engine),
+                "adapters": [
+                    {"adapter": {"name": each.name, "scale": scale}, "fingerprint": each.file.fingerprint}
+                    for each, scale in blob.adapters
+                ],
+                "n_tokens": len(tokens),
+                "n_shapes": len(shapes),
+                "cell_bytes": blob.data.nbytes,
+            }
+        )
+        checksum, n_bytes = hashlib.sha256(), 0
+        start = _START.pack(_MAGIC, _FORMAT, len(header)) + header
+        for piece in (start, tokens.tobytes(), shapes.tobytes(), blob.data.data):
+            part.write(piece)
+            checksum.update(piece)
+            n_bytes += len(piece)
+        part.write(checksum.digest())
+        part.close()
+        os.replace(part.name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.close()  # Windows does not remove an open file
+        with contextlib.suppress(OSError):
+            os.unlink(part.name)
+        raise
     return n_bytes + _SHA_BYTES
 
 
@@ -260,15 +261,19 @@ class KvFiles:
         self._thread = ThreadPoolExecutor(1, "kv files")
         self._lock = threading.Lock()
         self._work: list[Future[None]] = []
-        self._part: str | None = None
+        self._part: BinaryIO | None = None
         """The file that is being written."""
+        self._closed = False
 
     def close(self, timeout_s: float) -> None:
-        """Waits for the file that is being written. If that takes too long, nothing is left of it."""
+        """Waits for the file that is being written. If that takes too long, nothing is left of it. Ends the rest."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if wait(self._work, timeout_s).not_done and self._part is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._part)
+        wait([each for each in self._work if not each.done()], timeout_s)
+        with self._lock:
+            self._closed = True
+            if self._part is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._part.name)
 
     def save(self, command: em.SaveKv, *, parked: bool) -> None:
         """[main thread] Copies the cells, and has them written."""
@@ -289,8 +294,11 @@ class KvFiles:
             self._work = [*(each for each in self._work if not each.done()), self._thread.submit(work, *given)]
 
     def _write(self, command: em.SaveKv, blob: Blob) -> None:
-        self._part = part_of(command.path)
         try:
+            with self._lock:
+                if self._closed:
+                    return
+                self._part = create(command.path)
             n_bytes = write(command.path, self._engine, blob, self._part)
             self._answer(em.Kv(command.seq, len(blob.tokens), n_bytes))
         except OSError as error:
