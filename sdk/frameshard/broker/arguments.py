@@ -16,7 +16,7 @@ from frameshard.broker.answer import BadAnswer
 from frameshard.broker.fallback import Call
 from frameshard.confined import Confined, Gone
 from frameshard.wire import messages as m
-from frameshard.wire.toolchecks import schema_of
+from frameshard.wire.toolchecks import MAX_DEPTH, schema_of, too_deep
 
 _WORKER = Path(__file__).with_name("argumentcheck.py")
 
@@ -36,11 +36,13 @@ class ArgumentChecker:
         """Checks calls. The first check takes a fraction of a second, later ones milliseconds.
 
         :param tools: at least those that are called.
-        :raises BadAnswer: the arguments of a call are not JSON, or do not match the schema of its tool.
+        :raises BadAnswer: the arguments of a call are not JSON, or too deep, or do not match the schema of its tool.
         :raises CannotBeChecked: no answer can be checked.
         """
         if not calls:
             return
+        if any(too_deep(call.arguments) for call in calls):
+            raise BadAnswer(f"it sends a call whose arguments have more than {MAX_DEPTH} levels")
         schemas = {tool.name: schema_of(tool) for tool in tools}
         request = {"calls": [[schemas[call.name], call.arguments] for call in calls]}
         try:

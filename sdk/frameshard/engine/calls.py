@@ -104,15 +104,17 @@ class CallReader:
         if name_end < 0:
             return None
         start = name_end + len(syntax.between)
-        end: int | None
+        end, deep = None, False
         try:
             _, end = json.JSONDecoder().raw_decode(self._held, start)
-        except (ValueError, RecursionError):
-            end = None
+        except ValueError:
+            pass  # not whole yet
+        except RecursionError:
+            deep = True
         arguments = self._held[start:end]
         if len(arguments.encode("utf-8", "replace")) > MAX_ARGUMENTS_BYTES:
             raise BadArgument(f"a call has arguments of more than {MAX_ARGUMENTS_BYTES} bytes", field="tools")
-        if too_deep(arguments):
+        if deep or (end is not None and too_deep(arguments)):
             raise BadArgument(f"a call has arguments with more than {MAX_DEPTH} levels", field="tools")
         if end is None:
             return None
