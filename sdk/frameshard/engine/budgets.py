@@ -148,24 +148,34 @@ class Budgets:
         self._link.send(em.BudgetObserved(command.seq, observed, time.monotonic() - started, host_observed))
 
     def _change_both(self, runtime: Runtime, command: em.SetBudget, deadline: float) -> bool:
-        """Changes VRAM, which the host needs first, and then host memory, also if the first is late.
+        """Changes the budgets of VRAM and of host memory, the second also if the first is late. VRAM comes first, for
+        which the game waits, unless host memory gets more room: what leaves VRAM may need it.
 
         :param deadline: how long to wait for both.
         :returns: whether the host budget is another one than before.
         :raises DeadlineMissed: one of them is not complete. Both are in force all the same.
         """
-        late: DeadlineMissed | None = None
-        try:
+        wanted, before = command.host_budget_bytes, self._host.budget_bytes
+
+        def change_vram() -> None:
             if command.parked or self.parked or not self._park_done.is_set():
                 self._set_parked(runtime, command, deadline)
             elif runtime.device is not None:
                 self._change(runtime, runtime.device, command, deadline)
-        except DeadlineMissed as error:
-            late = error
-        host_changed = self._host.set_budget(command.host_budget_bytes, _seconds_to(deadline))
+
+        def change_host() -> None:
+            self._host.set_budget(wanted, _seconds_to(deadline))
+
+        rises = wanted == 0 or 0 < before < wanted
+        late: DeadlineMissed | None = None
+        for change in (change_host, change_vram) if rises else (change_vram, change_host):
+            try:
+                change()
+            except DeadlineMissed as error:
+                late = late or error
         if late is not None:
             raise late
-        return host_changed
+        return wanted != before
 
     def _grant(self, runtime: Runtime, command: em.SetBudget) -> float:
         """Sends the grant: the budget that can be reached by the deadline, predicted from earlier releases. Without

@@ -232,19 +232,17 @@ class HostMemory:
         if budget_bytes < self.floor_bytes - SPARE_BYTES + spare_bytes:
             raise below_host_floor(budget_bytes, self.floor_bytes)
 
-    def set_budget(self, budget_bytes: int, timeout_s: float) -> bool:
+    def set_budget(self, budget_bytes: int, timeout_s: float) -> None:
         """Sets the host budget, which :meth:`check` has accepted, and waits until what is held is within it.
 
-        :returns: whether it is another one than before.
         :raises DeadlineMissed: the memory was not released in time. The budget is in force all the same.
         """
         if budget_bytes == self.budget_bytes:
-            return False
+            return
         with self._lock:
             self.budget_bytes = budget_bytes
             self._give_shares()
         self._await_release(timeout_s)
-        return True
 
     def press(self, missing_bytes: int) -> bool:
         """Sets the sidecar's own limit below what is held, or lowers it further, but never below the floor. Weights
