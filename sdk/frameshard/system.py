@@ -352,6 +352,19 @@ def lock(path: Path) -> int | None:
             os.close(fd)  # its owner has removed the file after it was opened here
 
 
+def why_not_secret(path: Path) -> str:
+    """Returns why a file may not hold a secret, as the end of a sentence; an empty text if it may.
+
+    :raises OSError: there is no such file, or it cannot be looked at.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        return "is no regular file and no pipe"
+    if sys.platform != "win32" and mode & 0o077:
+        return "is one that others may read: chmod 600"
+    return ""
+
+
 def remove_locked(directory: Path, fd: int) -> None:
     """Removes a directory and gives up the lock on its file ``lock``."""
     if sys.platform == "win32":

@@ -153,10 +153,10 @@ def test_a_key_is_kept_in_a_private_file(place: Path, tmp_path: Path) -> None:
         assert http.chat().status == 200
         assert http.ask("GET", "/v1/models", Origin="http://localhost:3000").error["code"] == "origin_not_allowed"
     kept.chmod(0o644)
-    with pytest.raises(BadArgument, match="others may read"):
+    with pytest.raises(BadArgument, match="others may read: chmod 600"):
         key_in(kept)
     for other in (tmp_path, Path(os.devnull)):
-        with pytest.raises(BadArgument, match="is no file"):
+        with pytest.raises(BadArgument, match="no regular file and no pipe"):
             key_in(other)
     with pytest.raises(BadArgument, match="without a key"):
         Options(*address_of("0.0.0.0:0", "bind"), key=None)

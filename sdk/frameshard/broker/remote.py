@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-import stat
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import httpx
 import trio
 
+from frameshard import system
 from frameshard.broker import fallback
 from frameshard.broker.answer import AnswerReader, BadAnswer
 from frameshard.broker.arguments import ArgumentChecker, CannotBeChecked
@@ -232,11 +232,8 @@ def _key(config: ServeConfig) -> str:
     elif config.fallback_key_file:
         field, path = "fallback_key_file", Path(config.fallback_key_file)
         try:
-            mode = path.stat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-                raise BadArgument(f"{field}: is no file", field=field)
-            if os.name == "posix" and mode & 0o077:
-                raise BadArgument(f"{field}: others may read that file: chmod 600", field=field)
+            if why := system.why_not_secret(path):
+                raise BadArgument(f"{field}: the file {why}", field=field)
             key = path.read_text().strip()
         except (OSError, ValueError) as error:
             raise BadArgument(f"{field}: cannot be read: {type(error).__name__}", field=field) from None

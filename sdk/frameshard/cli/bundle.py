@@ -143,8 +143,9 @@ def _models(names: list[str]) -> Iterator[Path]:
     from frameshard import models
 
     for name in names:
-        for part in filter(None, (name, models.mmproj_of(name))):
-            yield from models.files_of(models.resolve(part).absolute())
+        for part in (name, models.mmproj_of(name)):
+            if part is not None:
+                yield from models.files_of(models.resolve(part).absolute())
 
 
 def _licences(contents: Contents) -> tuple[list[File], list[str]]:

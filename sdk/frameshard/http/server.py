@@ -6,13 +6,13 @@ import ipaddress
 import os
 import secrets
 import signal
-import stat
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
+from frameshard import system
 from frameshard.client import connect
 from frameshard.errors import BadArgument, ConnectionLost
 from frameshard.http.app import make_app
@@ -101,11 +101,8 @@ def key_in(path: Path) -> str:
                 file.write(f"{key}\n")
             return key
         except FileExistsError:
-            mode = path.stat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-                raise BadArgument(f"the key file {path} is no file", field="key_file") from None
-            if os.name == "posix" and mode & 0o077:
-                raise BadArgument(f"others may read the key in {path}: chmod 600 {path}", field="key_file") from None
+            if why := system.why_not_secret(path):
+                raise BadArgument(f"the key file {path} {why}", field="key_file") from None
             key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise BadArgument(f"the key file {path} cannot be used: {error}", field="key_file") from None
