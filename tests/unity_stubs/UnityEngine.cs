@@ -13,6 +13,7 @@ namespace UnityEngine
 
     public static class Application
     {
+        public static bool isFocused => true;
         public static string streamingAssetsPath => "";
         public static string persistentDataPath => "";
     }

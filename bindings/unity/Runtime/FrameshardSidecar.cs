@@ -59,7 +59,7 @@ namespace Frameshard.Unity
         private void OnEnable()
         {
             Error = null;
-            _focused = true;
+            _focused = Application.isFocused;
             try
             {
                 Client = Sidecar.Launch(new LaunchOptions
@@ -119,7 +119,7 @@ namespace Frameshard.Unity
 
         private void TellFrame()
         {
-            if (_frames == null || !_focused) return; // a frame would end Idle
+            if (_frames == null || !_focused) return; // Begin would clear the idle flag
             FrameTimingManager.CaptureFrameTimings();
             if (FrameTimingManager.GetLatestTimings(1, _timings) > 0 && _timings[0].gpuFrameTime > 0)
                 _frames.End(_timings[0].gpuFrameTime / 1000);

@@ -786,8 +786,14 @@ namespace Frameshard
                         BudgetBytes = answer.BudgetBytes, UsedBytes = answer.UsedBytes, Seconds = answer.Seconds,
                         HostBudgetBytes = answer.HostBudgetBytes, HostUsedBytes = answer.HostUsedBytes,
                     };
-                    change.Release.TrySetResult(result); // first, because a handler of the event may throw
-                    OnBudgetChanged?.Invoke(result);
+                    try
+                    {
+                        OnBudgetChanged?.Invoke(result);
+                    }
+                    finally
+                    {
+                        change.Release.TrySetResult(result);
+                    }
                     break;
                 default:
                     change.Observation.TrySetResult(new Observation
