@@ -35,7 +35,8 @@ void BudgetRequests::apply() {
 }
 
 void BudgetRequests::read_frame_block() {
-    std::lock_guard<std::mutex> lock(mutex_); // of two threads, the one that reads the later budget asks for it later
+    std::lock_guard<std::mutex> lock(
+        mutex_); // reading and asking are one step, so an older budget cannot replace a newer one
     uint64_t generation, bytes;
     if (!pacing_.new_budget(generation, bytes)) {
         return;

@@ -110,7 +110,7 @@ def test_the_floor_is_told(deep_model: Path, ear_path: Path) -> None:
         (wav(90, rate=8000, seconds=0.1) + bytes(MAX_WAV_BYTES), "at most 8 MiB"),
         (b"ID3" + bytes(MAX_MP3_BYTES), "at most 4 MiB"),
         (b"ID3" + bytes(1000), "no WAV or MP3"),
-        (tone(MAX_SECONDS + 1, 8000).data, f"must have from 0.1 to {MAX_SECONDS} s"),
+        (tone(MAX_SECONDS + 1, 8000).data, f"must be from 0.1 to {MAX_SECONDS} s long"),
         (b"\x89PNG\r\n\x1a\n" + bytes(100), "no PNG or JPEG"),
     ],
     ids=[

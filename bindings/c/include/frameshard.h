@@ -764,7 +764,7 @@ FS_API fs_status fs_arbiter_decide(fs_arbiter *arbiter, double now_s, const fs_v
 FS_API fs_status fs_arbiter_released(fs_arbiter *arbiter, uint64_t used_bytes);
 
 /* Call it if the proposed lease was refused and changes nothing. No other one comes for the dwell time. Returns
- * FS_BAD_ARGUMENT if no lease is proposed, or if now_s is not finite. [arbiter] */
+ * FS_BAD_ARGUMENT if no lease is proposed, or if now_s is no number from -1e12 to 1e12. [arbiter] */
 FS_API fs_status fs_arbiter_refused(fs_arbiter *arbiter, double now_s);
 
 /* Tells what the sidecar holds, now and then: more than its budget counts too. [arbiter] */

@@ -83,7 +83,7 @@ class Game {
     Game() = default;
     ~Game() {
         close(0);
-        fs_close(client_, 0); // a callback of close() may have launched another one
+        fs_close(client_, 0); // of a session that a callback has launched meanwhile: it ends without callbacks
     }
     Game(const Game &) = delete;
     Game &operator=(const Game &) = delete;
@@ -94,8 +94,9 @@ class Game {
     /* Called with FS_EVENT_NOTICE, FS_EVENT_ENGINE, and answers to requests made with client(). */
     std::function<void(const fs_event &)> on_event;
 
-    /* launch() and connect() close the open session first, and also one that a callback launches then. They return at
-     * once; on_ready or on_closed follows. If they fail, fs_last_error returns the reason. */
+    /* launch() and connect() close the open session first. If a callback of that close launches another session, that
+     * one is closed, too; if a callback of this second close launches a third, the third one stays. They return at once;
+     * on_ready or on_closed follows. If they fail, fs_last_error returns the reason. */
     fs_status launch(const fs_launch_options &options) {
         return open([&](fs_client **made) { return fs_launch(&options, made); });
     }
@@ -103,8 +104,8 @@ class Game {
         return open([&](fs_client **made) { return fs_connect(connect_file, client_name, made); });
     }
 
-    /* Ends the session as fs_close does. Inside this call, unfinished answers, leases and requests end with
-     * FS_CANCELLED. */
+    /* Ends the session as fs_close does. Inside this call, unfinished answers, leases and requests of count_tokens() and
+     * embed() end with FS_CANCELLED. Requests made with client() get no answer. */
     void close(double timeout_s) { replace(nullptr, timeout_s); }
 
     /* NULL when closed. */
@@ -243,7 +244,7 @@ class Game {
         return status;
     }
 
-    /* Closes the session and goes on with another one, which its callbacks see already. `client` may be NULL. */
+    /* Makes `client`, which may be NULL, the session, and closes the old one. Callbacks called meanwhile see the new one. */
     void replace(fs_client *client, double timeout_s) {
         fs_client *old = std::exchange(client_, client);
         if (old == nullptr) {

@@ -44,7 +44,8 @@ class Texts {
     std::deque<std::vector<const char *>> lists_;
 };
 
-/* Converts MiB to bytes. A negative, infinite or undefined size becomes one that the library refuses, signed or not. */
+/* Converts MiB to bytes. A negative, infinite or undefined size becomes INT64_MAX, which the library
+ * refuses for signed and unsigned sizes. */
 inline uint64_t bytes_of(double size_mb) {
     return size_mb >= 0 && size_mb < 1e12 ? uint64_t(size_mb * 1048576) : INT64_MAX;
 }

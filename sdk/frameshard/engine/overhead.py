@@ -79,8 +79,8 @@ class DriverOverhead:
         stats = self._device.stats()
         held = max(0, used - (stats.used_bytes - stats.overhead_bytes)) + DRIVER_MARGIN
         counted = _counted(stats)
-        # Of `pool_bytes`, which the device counts for prompts, the driver may still hold all or nothing; the old figure
-        # is kept if it lies between these two.
+        # The driver may have kept all of `pool_bytes`, which the device counts for prompts, or none of it. So the true
+        # figure is between `held - pool_bytes` and `held`; the old figure is kept if it is in that range.
         overhead = min(max(counted, held - stats.pool_bytes), held)
         wanted = max(counted, overhead) if stats.lacks_workspaces else overhead
         self._device.set_overhead(_within_budget(wanted, stats))

@@ -316,7 +316,7 @@ class Vision:
         if not MIN_SECONDS * rate <= n_samples <= MAX_SECONDS * rate:
             mtmd.mtmd_bitmap_free(bitmap)
             raise BadArgument(
-                f"a sound is {n_samples / rate:.3g} s long: it must have from {MIN_SECONDS:g} to {MAX_SECONDS} s",
+                f"a sound is {n_samples / rate:.3g} s long: it must be from {MIN_SECONDS:g} to {MAX_SECONDS} s long",
                 field="images",
             )
         return bitmap

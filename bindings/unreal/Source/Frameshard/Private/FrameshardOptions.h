@@ -66,7 +66,8 @@ private:
 
 constexpr double FrameshardBytesPerMb = 1024.0 * 1024.0;
 
-/** Converts MiB to bytes. A negative, infinite or undefined size becomes one that the library refuses, signed or not. */
+/** Converts MiB to bytes. A negative, infinite or undefined size becomes INT64_MAX, which the library
+ * refuses for signed and unsigned sizes. */
 inline uint64_t FrameshardBytes(double Megabytes)
 {
 	return Megabytes >= 0 && Megabytes < 1e12 ? static_cast<uint64_t>(Megabytes * FrameshardBytesPerMb) : INT64_MAX;
