@@ -216,7 +216,7 @@ def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["save.dat"]
 
 
-@pytest.mark.parametrize("name", ["no/such.gguf", "hf:nonsense"])
+@pytest.mark.parametrize("name", ["no/such.gguf", "hf:nonsense", ""])
 def test_a_missing_model_is_found_before_anything_is_written(name: str, tmp_path: Path) -> None:
     assert refusal(bundle(tmp_path / "b", "--model", name))["name"] == "model_not_found"
     assert not (tmp_path / "b").exists()

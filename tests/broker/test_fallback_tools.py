@@ -316,6 +316,18 @@ async def test_calls_of_a_lying_server_are_tried_again(http: Server, place: Path
 
 
 @in_trio
+async def test_a_call_that_is_too_deep_is_asked_for_again(http: Server, place: Path) -> None:
+    tool = frameshard.Tool("odd", schema={"type": "object"})
+    faults = [Fault(say=response(call('{"a":' * 65 + "1" + "}" * 65, "odd") + END))]
+    async with proxy(http.port) as door, with_fallback(door, place) as client:
+        door.choose = lambda: faults.pop() if faults else PASS
+        await client.set_budget(0, state="parked")
+        done = await client.ask('{"a":"here"}', tools=[tool], tool_choice="odd").completed()
+        assert not faults
+        assert (done.remote, [each.arguments for each in done.tool_calls]) == (True, ['{"a":"here"}'])
+
+
+@in_trio
 async def test_a_call_that_is_cut_off_is_made_here(http: Server, place: Path) -> None:
     async with proxy(http.port) as door, with_fallback(door, place) as client:
         for fault in (
