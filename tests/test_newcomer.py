@@ -95,7 +95,7 @@ def test_a_long_simulation_fits_a_terminal() -> None:
         (("top", "--connect", "/nowhere"), "no sidecar has left its connect file at /nowhere"),
         (("top", "--connect", "a", "b"), "name one connect file"),
         (("top", "--connect", __file__), "test_newcomer.py is no connect file: not JSON"),
-        (("plan", "--model", "", "--vram-budget", "64"), "no model file ''; known names are smollm2-135m"),
+        (("models", "path", ""), "no model file ''; known names are smollm2-135m"),
         (("serve", "--model", "smollm2-135m", "--fallback-model", "m"), "--fallback-model is for --fallback"),
         (("bench", "--model", "smollm2-135m", "--ctx", "99"), "need a context of 577 tokens, --ctx is 99"),
     ],
