@@ -140,8 +140,11 @@ def test_shrinks_in_the_middle_of_a_prompt(slow_streamer: EngineProcess) -> None
 def test_a_late_host_budget_does_not_stop_the_change_of_vram(slow_streamer: EngineProcess) -> None:
     """Host memory is released after the graph, VRAM in the middle of it."""
     child = slow_streamer
-    stats = settle(child, child.stats()["floor_bytes"] + 4 * MIB)
-    vram, host = stats["floor_bytes"], stats["host"]["floor_bytes"]
+    vram = child.stats()["floor_bytes"]
+    settle(child, vram + 4 * MIB)
+    child.budget(vram + 4 * MIB, host_bytes=1)
+    child.wait_for("refused")  # host memory is measured anew
+    host = child.stats()["host"]["floor_bytes"]
     job = child.submit(LONG * 6, params={"max_tokens": 8})
     child.wait_for("started", job=job)
     child.budget(vram, timeout_s=0.0, host_bytes=host)
