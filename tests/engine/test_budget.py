@@ -120,14 +120,21 @@ def test_same_text_while_vram_goes_and_comes(full: EngineProcess) -> None:
         assert event["used_bytes"] <= (event["vram_budget_bytes"] or everything)
 
 
-def test_shrinks_in_the_middle_of_a_prompt(slow_streamer: EngineProcess) -> None:
-    child, prompt, params = slow_streamer, LONG * 6, {"max_tokens": 8}
+def in_a_prompt(child: EngineProcess) -> tuple[list[int], int, int]:
+    """Begins a job 4 MiB above the floor. Returns its tokens when nothing disturbs it, the floor and its number."""
+    prompt, params = LONG * 6, {"max_tokens": 8}
     settle(child, 0)
     alone = ids(child.run(prompt, params=params))
     floor = child.stats()["floor_bytes"]
     settle(child, floor + 4 * MIB)
     job = child.submit(prompt, params=params)
     child.wait_for("started", job=job)
+    return alone, floor, job
+
+
+def test_shrinks_in_the_middle_of_a_prompt(slow_streamer: EngineProcess) -> None:
+    child = slow_streamer
+    alone, floor, job = in_a_prompt(child)
     seq = child.budget(floor)
     event = child.wait_for("released", "token")
     assert (event["ev"], event["seq"]) == ("released", seq)
@@ -157,13 +164,8 @@ def test_a_late_host_budget_does_not_stop_the_change_of_vram(slow_streamer: Engi
 @pytest.mark.parametrize("back_at_once", [False, True])
 def test_a_late_park_comes_after_the_decode(slow_streamer: EngineProcess, *, back_at_once: bool) -> None:
     """A change that follows waits for it. The text stays as it is."""
-    child, prompt, params = slow_streamer, LONG * 6, {"max_tokens": 8}
-    settle(child, 0)
-    alone = ids(child.run(prompt, params=params))
-    floor = child.stats()["floor_bytes"]
-    settle(child, floor + 4 * MIB)
-    job = child.submit(prompt, params=params)
-    child.wait_for("started", job=job)
+    child = slow_streamer
+    alone, floor, job = in_a_prompt(child)
     with child.at_once():
         child.budget(floor + 2 * MIB, timeout_s=0.0, parked=True)
         if back_at_once:

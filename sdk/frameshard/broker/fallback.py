@@ -31,9 +31,6 @@ MAX_PAUSE_S = 30.0
 MAX_STOPS = 4
 """Of one request in OpenAI's interface. All stop strings of a job are looked for here as well."""
 
-MAX_NESTING = 64
-"""Levels of a JSON schema that is sent. Deeper ones could be read here and then not be written, for want of stack."""
-
 _CARRIED = {
     m.Submit: frozenset({"kind", "messages", "sampling", "tools", "tool_choice"}),
     m.Sampling: frozenset(
@@ -182,12 +179,16 @@ def may_go(request: m.Submit) -> bool:
     """Whether the server can be asked for this job, and the client lets it go."""
     if request.local_only or request.kind != "chat" or not _is_carried(request, _OURS):
         return False
+    schema = request.sampling.json_schema or "{}"
+    if toolchecks.too_deep(schema):
+        return False
     try:
-        schemas = [json.loads(request.sampling.json_schema or "{}"), *map(toolchecks.schema_of, request.tools)]
         _check_tools(request)
-    except (ValueError, RecursionError, BadArgument):
+        for tool in request.tools:
+            toolchecks.schema_of(tool)
+        return isinstance(json.loads(schema), dict)
+    except (ValueError, BadArgument):
         return False  # the engine says what is wrong
-    return all(isinstance(schema, dict) and not _deeper_than(MAX_NESTING, schema) for schema in schemas)
 
 
 def _check_tools(request: m.Submit) -> None:
@@ -201,11 +202,6 @@ def _check_tools(request: m.Submit) -> None:
     for message in request.messages:
         toolchecks.check_message(message, names)
         names |= {call.id: call.name for call in message.tool_calls}
-
-
-def _deeper_than(levels: int, value: Any) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_deeper_than(levels - 1, each) for each in inner)
 
 
 def _is_carried(record: Any, others: frozenset[str] = frozenset()) -> bool:

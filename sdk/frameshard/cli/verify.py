@@ -20,7 +20,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import common, progress
 from .vram import Sampler
@@ -168,17 +168,13 @@ def _compare(
     return document, rows
 
 
-def _finite(document: dict[str, object]) -> dict[str, object]:
-    """The document for JSON, which has no NaN and no infinity: such figures are None."""
-
-    def finite(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: finite(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [finite(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {key: finite(value) for key, value in document.items()}
+def _finite(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: such figures become None."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tokens(runtime: Runtime, n: int) -> list[int]:
