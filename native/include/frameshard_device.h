@@ -110,6 +110,9 @@ typedef struct {
         recompiles;
     /* experts that were scheduled one at a time: found in the expert cache, copied to it, computed on the CPU */
     uint64_t expert_hits, experts_streamed, experts_on_cpu;
+    /* times that the device was given the experts of a layer before the host had the router's choice; of these, times that it
+     * had to compute them again, because one was missing */
+    uint64_t experts_ahead, experts_again;
     uint64_t budget_generation; /* number of budgets applied */
     double copy_busy_s;         /* time that the copy stream was busy; 0 unless the device is the emulated one */
     double cpu_busy_s;          /* time in which the CPU computed products of graphs */

@@ -13,6 +13,45 @@ void ExpertCache::adopt(const ExpertArena &arena) {
     }
     arena_ = arena;
     slots_.resize(arena.n_slots);
+    for (auto &[_, layer] : layers_) {
+        layer.has_table = false;
+    }
+}
+
+int ExpertCache::take(uint32_t layer, int expert, bool must) {
+    const int slot = slots_.take(key(layer, expert), must);
+    if (slot >= 0) {
+        set_table(layer, false);
+    }
+    if (slot >= 0 && slots_.replaced() != 0) {
+        set_table(layer_of(slots_.replaced()), false);
+    }
+    return slot;
+}
+
+std::vector<int32_t> ExpertCache::numbers(uint32_t layer, size_t n_experts) const {
+    std::vector<int32_t> numbers(n_experts, -1);
+    std::vector<bool> taken(arena_.n_slots, false);
+    for (size_t i = 0; i < n_experts; i++) {
+        const int slot = where(layer, (int)i);
+        if (slot >= 0) {
+            numbers[i] = (int32_t)arena_.number((size_t)slot);
+            taken[(size_t)numbers[i]] = true;
+        }
+    }
+    size_t spare = 0;
+    for (int32_t &number : numbers) {
+        if (number < 0) {
+            spare = (size_t)(std::find(taken.begin() + (ptrdiff_t)spare, taken.end(), false) - taken.begin());
+            number = (int32_t)spare++;
+        }
+    }
+    return numbers;
+}
+
+bool ExpertCache::has_table(uint32_t layer) const {
+    const auto it = layers_.find(layer);
+    return it != layers_.end() && it->second.has_table;
 }
 
 bool ExpertCache::keeps(uint32_t layer, int expert) const {

@@ -10,9 +10,11 @@ namespace fsd {
 // Slots are counted from the end of the ring, so that a graph that needs more of the ring for streamed steps takes the last
 // slots and leaves the others as they are. Inner devices number slots from the lowest address.
 struct ExpertArena {
-    static constexpr size_t kNumbersBytes = 4096; // behind the slots: the slot numbers of the chosen experts
+    // Behind the slots: the slot numbers of the chosen experts, and the input of a layer.
+    static constexpr size_t kNumbersBytes = 4096, kInputBytes = 64 * 1024;
 
-    size_t end = 0; // offset of the end of the slots in the ring
+    size_t end = 0;         // offset of the end of the slots in the ring
+    size_t table_bytes = 0; // of each layer's table of slot numbers, by expert; the tables are behind the input
     size_t stride = 0;
     std::vector<size_t> parts; // offsets in a slot, by product
     size_t n_slots = 0;
@@ -22,6 +24,8 @@ struct ExpertArena {
     size_t begin() const { return end - n_slots * stride; }
     size_t at(size_t slot) const { return end - (slot + 1) * stride; }
     size_t number(size_t slot) const { return n_slots - 1 - slot; }
+    size_t input_at() const { return end + kNumbersBytes; }
+    size_t table_at(size_t layer) const { return input_at() + kInputBytes + layer * table_bytes; }
 };
 
 // Which expert each slot holds. Experts that are chosen often are kept.
@@ -45,7 +49,13 @@ class ExpertCache {
     bool keeps(uint32_t layer, int expert) const;
     // Assigns a slot to an expert that has none. -1 when all slots are in use, or, unless it `must` have one, when they hold
     // experts that are chosen more often.
-    int take(uint32_t layer, int expert, bool must) { return slots_.take(key(layer, expert), must); }
+    int take(uint32_t layer, int expert, bool must);
+    // The numbers of a layer's slots, by expert. An expert without a slot gets the number of a slot that no other expert of the
+    // layer has: devices rely on a token choosing each at most once. Needs as many slots as experts.
+    std::vector<int32_t> numbers(uint32_t layer, size_t n_experts) const;
+    // Whether the device has a layer's numbers as they are now.
+    bool has_table(uint32_t layer) const;
+    void set_table(uint32_t layer, bool has) { layers_[layer].has_table = has; }
     void begin_use() { slots_.begin_use(); }
     size_t n_empty() const { return slots_.n_empty(); } // among the slots of kept experts
 
@@ -69,9 +79,11 @@ class ExpertCache {
         std::vector<uint32_t> latest; // choice
         std::vector<uint32_t> uses;
         uint64_t total = 0;
+        bool has_table = false;
     };
     static uint64_t key(uint32_t layer, int expert) { return ((uint64_t)layer + 1) << 32 | (uint32_t)expert; }
-    double heat_of(uint64_t key) const { return heat((uint32_t)(key >> 32) - 1, (int)(uint32_t)key); }
+    static uint32_t layer_of(uint64_t key) { return (uint32_t)(key >> 32) - 1; }
+    double heat_of(uint64_t key) const { return heat(layer_of(key), (int)(uint32_t)key); }
 
     ExpertArena arena_;
     HotSlots slots_{[this](uint64_t key) { return heat_of(key); }, kPassing, 4};

@@ -94,9 +94,11 @@ bool find_group(const Device &d, const ggml_cgraph *graph, int node, const LastR
 ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, size_t capacity) {
     ExpertArena arena;
     std::vector<size_t> sizes; // by product
-    size_t unit = kAlign;      // a slot is a multiple of the block size of each type in it
+    int64_t n_experts = 0;
+    size_t unit = kAlign; // a slot is a multiple of the block size of each type in it
     for (const ExpertGroup &g : groups) {
         sizes.resize(std::max(sizes.size(), g.products.size()), 0);
+        n_experts = std::max(n_experts, g.weight(0)->ne[2]);
         for (size_t p = 0; p < g.products.size(); p++) {
             const ggml_tensor *w = g.weight(p);
             sizes[p] = std::max(sizes[p], align_up(w->nb[2] + ggml_row_size(w->type, kRowRun)));
@@ -108,7 +110,9 @@ ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, si
         arena.stride += size;
     }
     arena.stride = (arena.stride + unit - 1) / unit * unit;
-    arena.end = capacity > ExpertArena::kNumbersBytes ? (capacity - ExpertArena::kNumbersBytes) / kAlign * kAlign : 0;
+    arena.table_bytes = align_up((size_t)n_experts * sizeof(int32_t));
+    const size_t behind = arena.table_at(groups.size()) - arena.end;
+    arena.end = capacity > behind ? (capacity - behind) / kAlign * kAlign : 0;
     arena.n_slots = arena.stride > 0 && arena.end > entries ? (arena.end - entries) / arena.stride : 0;
     return arena;
 }
@@ -117,13 +121,16 @@ ExpertArena lay_arena(const std::vector<ExpertGroup> &groups, size_t entries, si
 
 namespace {
 
-// Starts a copy of a tensor from the inner device.
-void fetch(Device &d, const ggml_tensor *t, char *to) {
+// The bytes of a tensor on the inner device.
+ggml_tensor on_device(const ggml_tensor *t) {
     const Buffer *b = buffer_of(root_of(t));
-    const size_t bytes = ggml_nbytes(t);
-    ggml_tensor raw = raw_tensor(b->device_buffer(), b->device_address((size_t)((char *)t->data - b->base)), bytes);
-    ggml_backend_tensor_get_async(d.inner.compute, &raw, to, 0, bytes);
-    d.inner.compute_pending = true;
+    return raw_tensor(b->device_buffer(), b->device_address((size_t)((char *)t->data - b->base)), ggml_nbytes(t));
+}
+
+// Starts a copy of a tensor from the inner device.
+void fetch(const ggml_tensor *t, ggml_backend_t stream, char *to) {
+    const ggml_tensor raw = on_device(t);
+    ggml_backend_tensor_get_async(stream, &raw, to, 0, ggml_nbytes(t));
 }
 
 int32_t expert_at(const char *ids, const ggml_tensor *t, int64_t j, int64_t token) {
@@ -136,17 +143,21 @@ int32_t expert_at(const char *ids, const ggml_tensor *t, int64_t j, int64_t toke
 struct Exchange {
     char *ids, *input; // copied from the device
     int32_t *slots;    // copied to the device: slot numbers in place of the chosen experts
+    char *table;       // copied to the device: the slot numbers of all of the layer's experts
     char *rows;        // results of the CPU
     int64_t *places;   // their row numbers in the group's result
     Exchange(Device &d, const ExpertGroup &group) {
         const size_t sizes[] = {align_up(ggml_nbytes(group.ids)), align_up(ggml_nbytes(group.input)),
                                 align_up(group.chosen() * sizeof(int32_t)),
+                                align_up((size_t)group.weight(0)->ne[2] * sizeof(int32_t)),
                                 align_up(group.chosen() * group.products.back()->nb[1])};
-        ids = d.inner.staging(sizes[0] + sizes[1] + sizes[2] + sizes[3] + group.chosen() * sizeof(int64_t));
+        const size_t all = std::accumulate(std::begin(sizes), std::end(sizes), (size_t)0);
+        ids = d.inner.staging(all + group.chosen() * sizeof(int64_t));
         input = ids + sizes[0];
         slots = (int32_t *)(input + sizes[1]);
-        rows = input + sizes[1] + sizes[2];
-        places = (int64_t *)(rows + sizes[3]);
+        table = input + sizes[1] + sizes[2];
+        rows = table + sizes[3];
+        places = (int64_t *)(rows + sizes[4]);
     }
 };
 
@@ -162,8 +173,11 @@ class GroupRun {
     ggml_status run(ggml_cgraph &view, const GroupHooks &hooks);
 
   private:
+    void start_ahead(const ggml_cgraph &view);
+    void begin_again();
     void read_choice();
     void look_up();
+    void count_use();
     size_t n_to_copy();
     void take_slots();
     ggml_status read_missing(const GroupHooks &hooks);
@@ -176,7 +190,8 @@ class GroupRun {
     Taken all_read(int expert, std::chrono::milliseconds most);
     const char *matrix(size_t product, int expert) const;
     void assign_slots();
-    ggml_status launch(ggml_cgraph &view);
+    ggml_status launch(ggml_cgraph &view, uint64_t bytes);
+    void give_numbers();
     ggml_status compute_on_cpu(const std::function<void()> &start_others);
     uint64_t weight_bytes(size_t n_experts) const;
 
@@ -195,8 +210,28 @@ class GroupRun {
 };
 
 ggml_status GroupRun::run(ggml_cgraph &view, const GroupHooks &hooks) {
+    // If the device can find the slots itself, and they were right the last time.
+    const bool ahead = group.n_lookup > 0 && d.experts.has_table(group.layer);
+    if (ahead) {
+        start_ahead(view);
+    } else {
+        fetch(group.ids, d.inner.compute, exchange.ids);
+        if (!group.streamed) {
+            fetch(group.input, d.inner.compute, exchange.input);
+        }
+        d.inner.compute_pending = true;
+        d.inner.synchronize();
+    }
     read_choice();
     look_up();
+    if (ahead && missed.empty()) {
+        hooks.copy_ahead();
+        count_use();
+        return launched;
+    }
+    if (ahead) {
+        begin_again();
+    }
     if (singly()) {
         const ggml_status read = read_missing(hooks);
         if (read != GGML_STATUS_SUCCESS) {
@@ -214,12 +249,42 @@ ggml_status GroupRun::run(ggml_cgraph &view, const GroupHooks &hooks) {
     } else {
         computed = compute_on_cpu(start_others);
     }
+    count_use();
+    return launched == GGML_STATUS_SUCCESS ? computed : launched;
+}
+
+void GroupRun::count_use() {
     d.counters.update([&](fsd_stats &c) {
         c.expert_hits += n_hits;
         c.experts_streamed += n_copies;
         c.experts_on_cpu += missed.size() - n_copies;
     });
-    return launched == GGML_STATUS_SUCCESS ? computed : launched;
+}
+
+// Starts the group before the host has the choice, which is copied beside it.
+void GroupRun::start_ahead(const ggml_cgraph &view) {
+    d.inner.stream_waits(d.inner.aside);
+    fetch(group.ids, d.inner.aside, exchange.ids);
+    ggml_cgraph ahead = view;
+    ahead.nodes -= group.n_lookup;
+    ahead.n_nodes += group.n_lookup;
+    ahead.uid = group.lookup_uid;
+    launched = launch(ahead, weight_bytes((size_t)group.chosen()));
+    d.counters.update([](fsd_stats &c) { c.experts_ahead++; });
+    ggml_backend_synchronize(d.inner.aside);
+}
+
+// An expert was missing. The group's results may lie where its input was, so the device has kept that elsewhere.
+void GroupRun::begin_again() {
+    const ggml_tensor input = on_device(group.input);
+    const size_t bytes = ggml_nbytes(&input);
+    const ggml_tensor kept = raw_tensor(d.ring.buffer(), d.ring.base() + d.experts.arena().input_at(), bytes);
+    ggml_backend_tensor_get_async(d.inner.compute, &kept, exchange.input, 0, bytes);
+    d.inner.synchronize(); // now no slot is read that gets another expert
+    d.inner.upload(d.inner.compute, input.buffer, input.data, exchange.input, bytes);
+    d.inner.compute_pending = true;
+    d.experts.set_table(group.layer, false);
+    d.counters.update([](fsd_stats &c) { c.experts_again++; });
 }
 
 // Starts the copies and the device's part.
@@ -227,17 +292,19 @@ void GroupRun::start(ggml_cgraph &view, const GroupHooks &hooks) {
     for (const auto &[expert, slot] : copies) {
         copy_expert(expert, slot);
     }
-    d.inner.compute_pending = true;
-    launched = slot_of.empty() ? GGML_STATUS_SUCCESS : launch(view);
+    launched = GGML_STATUS_SUCCESS;
+    if (!slot_of.empty()) {
+        give_numbers();
+        if (n_copies > 0) {
+            d.inner.wait_for_copies();
+        }
+        launched = launch(view, weight_bytes(slot_of.size()));
+    }
     hooks.copy_ahead();
 }
 
+// The host has waited for the choice: staging memory is free, and no slot is read but by what was started ahead.
 void GroupRun::read_choice() {
-    fetch(d, group.ids, exchange.ids);
-    if (!group.streamed) {
-        fetch(d, group.input, exchange.input);
-    }
-    d.inner.synchronize(); // from here on no slot is being read, and staging memory is free
     d.ring.computed(d.ring.next_use());
     for (int64_t t = 0; t < group.ids->ne[1]; t++) {
         for (int64_t j = 0; j < group.ids->ne[0]; j++) {
@@ -430,18 +497,29 @@ uint64_t GroupRun::weight_bytes(size_t n_experts) const {
     return bytes;
 }
 
-ggml_status GroupRun::launch(ggml_cgraph &view) {
+// The slots of the chosen experts; and of all of the layer's, if the device may look the next ones up.
+void GroupRun::give_numbers() {
+    d.inner.compute_pending = true;
     d.inner.upload(d.inner.compute, group.numbers->buffer, group.numbers->data, exchange.slots,
                    rows.size() * sizeof(int32_t));
-    if (n_copies > 0) {
-        d.inner.wait_for_copies();
+    if (group.n_lookup > 0 && missed.empty()) {
+        const std::vector<int32_t> numbers = d.experts.numbers(group.layer, (size_t)group.weight(0)->ne[2]);
+        const size_t bytes = numbers.size() * sizeof(numbers[0]);
+        memcpy(exchange.table, numbers.data(), bytes);
+        d.inner.upload(d.inner.compute, d.ring.buffer(), d.ring.base() + d.experts.arena().table_at(group.place),
+                       exchange.table, bytes);
+        d.experts.set_table(group.layer, true);
     }
+}
+
+ggml_status GroupRun::launch(ggml_cgraph &view, uint64_t bytes) {
+    d.inner.compute_pending = true;
     if (d.inner.trace) {
         d.inner.trace->begin(FSD_LANE_DEVICE, d.inner.compute);
     }
     const ggml_status status = ggml_backend_graph_compute_async(d.inner.compute, &view);
     if (d.inner.trace) {
-        d.inner.trace->end(FSD_LANE_DEVICE, d.inner.compute, weight_bytes(slot_of.size()));
+        d.inner.trace->end(FSD_LANE_DEVICE, d.inner.compute, bytes);
     }
     return status;
 }
@@ -473,7 +551,8 @@ ggml_status GroupRun::compute_on_cpu(const std::function<void()> &start_others) 
 
 std::vector<uint32_t> count_chosen(Device &d, const ggml_tensor *chosen, int64_t n_experts) {
     const char *ids = d.inner.staging(ggml_nbytes(chosen));
-    fetch(d, chosen, (char *)ids);
+    fetch(chosen, d.inner.compute, (char *)ids);
+    d.inner.compute_pending = true;
     d.inner.synchronize();
     std::vector<uint32_t> counts(n_experts);
     for (int64_t t = 0; t < chosen->ne[1]; t++) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 #include <set>
+#include <tuple>
 #include <unordered_set>
 
 namespace fsd {
@@ -97,6 +98,7 @@ class Compiler {
     ggml_tensor *product_of_rows(const Segment &seg);
     void add_results(Segment &seg, const ggml_tensor *node);
     void add_group_nodes(ExpertGroup &group);
+    void add_numbers(ExpertGroup &group, ggml_tensor *key);
     void finish_cpu(Segment &seg);
     void push_shadow(ggml_tensor *t);
 
@@ -436,8 +438,8 @@ void Compiler::add_row_piece(const Step &st) {
     }
 }
 
-// The nodes of a group, with the slots of the expert cache as weights and the numbers of slots as the choice of experts.
-void Compiler::add_group_nodes(ExpertGroup &group) {
+// The numbers of the slots of the chosen experts; and the nodes that look them up, if the device can do so.
+void Compiler::add_numbers(ExpertGroup &group, ggml_tensor *key) {
     group.numbers = twin(group.ids);
     group.numbers->op = GGML_OP_NONE;
     group.numbers->view_src = nullptr;
@@ -446,6 +448,45 @@ void Compiler::add_group_nodes(ExpertGroup &group) {
     group.numbers->nb[2] = group.numbers->nb[3] = group.numbers->nb[1] * group.ids->ne[1];
     group.numbers->data = d.ring.base() + p.arena.end;
     group.numbers->buffer = d.ring.buffer();
+
+    const int64_t n_experts = group.weight(0)->ne[2];
+    if ((int64_t)p.arena.n_slots < n_experts || !d.inner.aside || !ggml_is_contiguous(group.input) ||
+        ggml_nbytes(group.input) > ExpertArena::kInputBytes) {
+        return;
+    }
+    ggml_tensor *table = twin(group.numbers), *lookup = twin(group.numbers);
+    const int64_t k = group.ids->ne[0], n = group.ids->ne[1];
+    table->data = d.ring.base() + p.arena.table_at(group.place);
+    std::tie(table->ne[0], table->ne[1], table->ne[2]) = std::tuple(1, n_experts, n);
+    std::tie(table->nb[1], table->nb[2], table->nb[3]) = std::tuple(table->nb[0], 0, 0);
+    std::tie(lookup->ne[0], lookup->ne[1], lookup->ne[2]) = std::tuple(1, k, n);
+    lookup->nb[1] = lookup->nb[0];
+    lookup->nb[2] = lookup->nb[1] * k;
+    lookup->nb[3] = lookup->nb[2] * n;
+    lookup->op = GGML_OP_GET_ROWS;
+    lookup->flags = GGML_TENSOR_FLAG_COMPUTE | GGML_TENSOR_FLAG_OUTPUT;
+    lookup->src[0] = table;
+    lookup->src[1] = shadow(group.ids);
+    // A copy by a kernel: others would take their turn between kernels.
+    ggml_tensor *kept = twin(group.input);
+    kept->op = GGML_OP_REPEAT;
+    kept->flags = lookup->flags;
+    kept->view_src = nullptr;
+    std::fill(kept->src, kept->src + GGML_MAX_SRC, nullptr);
+    kept->src[0] = shadow(group.input);
+    kept->buffer = d.ring.buffer();
+    kept->data = d.ring.base() + p.arena.input_at();
+    if (ggml_backend_dev_supports_op(d.inner.dev, lookup) && ggml_backend_dev_supports_op(d.inner.dev, kept)) {
+        p.shadow->nodes[p.shadow->n_nodes++] = key;
+        push_shadow(kept);
+        push_shadow(lookup);
+        group.n_lookup = 3;
+        group.lookup_uid = (1ull << 62) + ggml_graph_next_uid();
+    }
+}
+
+// The nodes of a group, with the slots of the expert cache as weights and the numbers of slots as the choice of experts.
+void Compiler::add_group_nodes(ExpertGroup &group) {
     for (int i = group.node0; i < group.node1; i++) {
         add_shadow_node(g->nodes[i]);
     }
@@ -708,6 +749,7 @@ void Compiler::find_groups() {
             for (size_t k = 0; k < group.products.size(); k++) {
                 product_of[group.products[k]] = {all_groups.size(), k};
             }
+            group.place = all_groups.size();
             i = group.node1 - 1;
             all_groups.push_back(std::move(group));
         }
@@ -858,10 +900,13 @@ bool Compiler::lower(std::string &why) {
         if (seg.entry >= 0) {
             stage(seg, slots[seg.entry].offset);
         }
+        const bool capture = n_tokens < kPrefillTokens && !paced, one = n_tokens == 1;
+        const size_t place = (size_t)(&seg - p.segments.data());
+        if (seg.group >= 0) {
+            add_numbers(p.groups[seg.group], capture ? keys.before_place(one, place) : keys.uncaptured(one));
+        }
         seg.shadow0 = p.shadow->n_nodes;
-        const bool capture = n_tokens < kPrefillTokens && !paced;
-        p.shadow->nodes[p.shadow->n_nodes++] =
-            capture ? keys.at_place(n_tokens == 1, (size_t)(&seg - p.segments.data())) : keys.uncaptured(n_tokens == 1);
+        p.shadow->nodes[p.shadow->n_nodes++] = capture ? keys.at_place(one, place) : keys.uncaptured(one);
         if (seg.row_piece) {
             for (int k = seg.step0; k < seg.step1; k++) {
                 add_row_piece(steps[k]);

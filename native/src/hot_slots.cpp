@@ -42,7 +42,8 @@ int HotSlots::where(uint64_t key) const {
 }
 
 int HotSlots::place(size_t slot, uint64_t key) {
-    at_.erase(slots_[slot].key);
+    replaced_ = slots_[slot].key;
+    at_.erase(replaced_);
     slots_[slot] = {key, use_};
     at_[key] = (int)slot;
     return (int)slot;

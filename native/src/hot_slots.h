@@ -32,6 +32,8 @@ class HotSlots {
     // Gives a slot to a key that has none. -1 when all slots are in use, or, unless it `must` have one, when they hold what is
     // hotter.
     int take(uint64_t key, bool must);
+    // What the latest take() has replaced; 0: nothing.
+    uint64_t replaced() const { return replaced_; }
     void begin_use() { use_++; }
     // The slot is no longer in use.
     void release(int slot) { slots_[(size_t)slot].used = 0; }
@@ -54,6 +56,7 @@ class HotSlots {
     size_t next_passing_ = 0;
     std::unordered_map<uint64_t, int> at_;
     uint64_t use_ = 1;
+    uint64_t replaced_ = 0;
     std::minstd_rand random_;
 };
 

@@ -72,7 +72,8 @@ bool Inner::open_streams() {
     compute = compute ? compute : ggml_backend_dev_init(dev, nullptr);
     copy = copy ? copy : ggml_backend_dev_init(dev, nullptr);
     mirror = mirror || quirks.one_queue ? mirror : ggml_backend_dev_init(dev, nullptr);
-    return compute && copy && (mirror || quirks.one_queue);
+    aside = aside || quirks.one_queue ? aside : ggml_backend_dev_init(dev, nullptr);
+    return compute && copy && ((mirror && aside) || quirks.one_queue);
 }
 
 bool Inner::renew_compute() {
@@ -134,10 +135,11 @@ void Inner::close_streams() {
         ggml_backend_synchronize(mirror);
     }
     host_paths.close();
+    ggml_backend_free(aside);
     ggml_backend_free(mirror);
     ggml_backend_free(copy);
     ggml_backend_free(compute);
-    mirror = copy = compute = nullptr;
+    aside = mirror = copy = compute = nullptr;
     pool_bytes_ = 0;
 }
 
@@ -200,10 +202,10 @@ void Inner::wait_for_copies() {
     ggml_backend_event_wait(compute, copied);
 }
 
-void Inner::mirror_waits() {
+void Inner::stream_waits(ggml_backend_t stream) {
     computed = computed ? computed : ggml_backend_event_new(dev);
     ggml_backend_event_record(computed, compute);
-    ggml_backend_event_wait(mirror, computed);
+    ggml_backend_event_wait(stream, computed);
 }
 
 char *Inner::staging(size_t bytes) {

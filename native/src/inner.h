@@ -27,7 +27,9 @@ class GraphKeys {
   public:
     // For a segment that may be captured, by its place in a graph of one token or of several; it is captured again when
     // the program changes.
-    ggml_tensor *at_place(bool one_token, size_t place) { return key(one_token, place + 1); }
+    ggml_tensor *at_place(bool one_token, size_t place) { return key(one_token, 2 * place + 1); }
+    // For the same segment with more nodes before it.
+    ggml_tensor *before_place(bool one_token, size_t place) { return key(one_token, 2 * place + 2); }
     // For all segments that should not be captured. Its graph changes all the time, so none is.
     ggml_tensor *uncaptured(bool one_token) { return key(one_token, 0); }
 
@@ -114,8 +116,8 @@ class Inner {
     void synchronize();
     // The compute stream waits for all copies queued so far; the host does not.
     void wait_for_copies();
-    // The mirror stream waits for all computing queued so far; the host does not.
-    void mirror_waits();
+    // Another stream waits for all computing queued so far; the host does not.
+    void stream_waits(ggml_backend_t stream);
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
     char *staging(size_t bytes);
     // Memory of whole pages for reads from disk, pinned if the device has such memory; null: there is none.
@@ -131,7 +133,8 @@ class Inner {
     // [any thread] Copies may be kLargeCopies times as large: nobody waits for a part of one.
     std::atomic<bool> large_copies{false};
     ggml_backend_t compute = nullptr, copy = nullptr; // the streams
-    ggml_backend_t mirror = nullptr;           // copies from the device beside both; null where they share a queue
+    // Copies from the device beside both, of keys and values and of what a router has chosen; null where they share a queue.
+    ggml_backend_t mirror = nullptr, aside = nullptr;
     bool compute_pending = false;              // work was queued on the compute stream since synchronize()
     std::atomic<bool> lacks_workspaces{false}; // [any thread] they were freed, and no prompt has taken them again
     GraphKeys keys;
@@ -142,7 +145,7 @@ class Inner {
     const Pacing &pacing;
     size_t pool_bytes_ = 0;                  // the least size of the pools
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
-    ggml_backend_event_t computed = nullptr; // of mirror_waits()
+    ggml_backend_event_t computed = nullptr; // of stream_waits()
     InnerBuffer pinned_staging, pinned_zeros;
     std::vector<char> pageable_staging; // where there is no pinned memory
     std::atomic<size_t> staging_bytes{0};

@@ -254,7 +254,7 @@ void KvStore::mirror(KvBlock &b, const std::vector<int64_t> &end, bool &waits) {
             continue;
         }
         if (!std::exchange(waits, true)) {
-            inner_.mirror_waits();
+            inner_.stream_waits(inner_.mirror);
             mirroring_ = true;
         }
         for (const KvTensor *t : b.tensors) {

@@ -35,11 +35,16 @@ struct ExpertGroup {
     int node0 = 0, node1 = 0;
     uint32_t layer = 0; // the shard of its weights
     std::vector<const ggml_tensor *> products;
-    const ggml_tensor *ids = nullptr;      // I32 [experts chosen, tokens]
-    const ggml_tensor *input = nullptr;    // of the first products
-    bool streamed = false;                 // all missing experts are copied to the device, none computed on the CPU
-    ggml_tensor *result = nullptr;         // shadow of the last product
-    ggml_tensor *numbers = nullptr;        // on the inner device: the slots of the chosen experts
+    const ggml_tensor *ids = nullptr;   // I32 [experts chosen, tokens]
+    const ggml_tensor *input = nullptr; // of the first products
+    bool streamed = false;              // all missing experts are copied to the device, none computed on the CPU
+    ggml_tensor *result = nullptr;      // shadow of the last product
+    size_t place = 0;                   // among the groups of the whole graph
+    ggml_tensor *numbers = nullptr;     // on the inner device: the slots of the chosen experts
+    // How many shadow nodes before those of the group keep its input and look the numbers up in the layer's table, on the
+    // device; 0: it cannot do so.
+    int n_lookup = 0;
+    uint64_t lookup_uid = 0;               // of the group with them
     std::vector<std::vector<char>> memory; // that the CPU's part computes in
     HostRows rows;                         // writes the CPU's rows to the device
 

@@ -106,6 +106,8 @@ class Stats:
     expert_hits: int
     experts_streamed: int
     experts_on_cpu: int
+    experts_ahead: int
+    experts_again: int
     budget_generation: int
     copy_busy_s: float
     cpu_busy_s: float

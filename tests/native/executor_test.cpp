@@ -458,7 +458,7 @@ struct Session {
             batches[i] = random() % 2 ? FSD_STREAMED : FSD_CPU;
         }
         const fsd_tier tiers[] = {{0, decode.data()}, {5, batches.data()}};
-        CHECK(fsd_set_plan(tiers, 2, n_shards, (random() % 4) * kPieceBytes, (random() % 5) * 0.25, random() % 2) ==
+        CHECK(fsd_set_plan(tiers, 2, n_shards, (random() % 4) * 2 * kPieceBytes, (random() % 5) * 0.25, random() % 2) ==
               FSD_OK);
     }
 
@@ -583,6 +583,40 @@ SCENARIO(placements_do_not_change_the_result) {
 
 SCENARIO(asynchronous_graphs_compute_the_same) {
     with_random_placements(5, [](Session &s, std::mt19937 &) { s.check_asynchronous_conversation(); });
+}
+
+// The device computes cached experts before the host has the router's choice, and computes them again if one was missing.
+SCENARIO(cached_experts_do_not_wait_for_the_host) {
+    std::vector<Batch> conversation = {{40, 0}};
+    for (int pos = 40; pos < kContext; pos++) {
+        conversation.push_back({1, pos});
+    }
+    Session s(config_of(0), conversation);
+    s.commit();
+    const auto decode = [&s](size_t n_slots, fsd_placement where) {
+        const std::vector<uint8_t> placement(s.n_shards, where);
+        const fsd_tier tier = {0, placement.data()};
+        const uint64_t ring = n_slots * (88 << 10);
+        CHECK(fsd_set_budget(s.floor + ring, 0) == FSD_OK);
+        CHECK(fsd_set_plan(&tier, 1, s.n_shards, ring, 0.5, 0) == FSD_OK);
+        for (int i = 0; i < 3; i++) {
+            s.check_conversation();
+        }
+        const fsd_stats before = stats();
+        s.check_conversation();
+        const fsd_stats after = stats();
+        return std::pair(after.experts_ahead - before.experts_ahead, after.experts_again - before.experts_again);
+    };
+    constexpr size_t all = kExperts * kExpertLayers, n_groups = (kContext - 40) * kExpertLayers;
+    CHECK(decode(all, FSD_CPU) == std::pair(uint64_t{n_groups}, uint64_t{0}));
+    // Experts replace others. Where weights are streamed, three steps of them take a part of the ring.
+    for (const auto &[n_slots, where] : {std::pair(all - 6, FSD_CPU), std::pair(all + 3, FSD_STREAMED)}) {
+        const auto [ahead, again] = decode(n_slots, where);
+        CHECK(0 < again && again < ahead && ahead < n_groups);
+    }
+    CHECK(decode(kExperts - 1, FSD_CPU).first == 0); // two could have the same number
+    CHECK(fsd_clear_expert_cache() == FSD_OK);
+    CHECK(decode(all, FSD_CPU) == std::pair(uint64_t{n_groups}, uint64_t{0}));
 }
 
 // Copies of a few KiB would wait behind copies of weights. So kernels read results of the CPU from host memory, where

@@ -421,6 +421,42 @@ TEST(experts_outlast_a_graph_that_needs_room) {
     }
 }
 
+TEST(each_expert_of_a_layer_has_a_slot_number_of_its_own) {
+    ExpertCache cache;
+    cache.adopt(arena_of(16));
+    const auto check = [&cache](uint32_t layer) {
+        const std::vector<int32_t> numbers = cache.numbers(layer, 12);
+        CHECK(std::set<int32_t>(numbers.begin(), numbers.end()).size() == 12);
+        for (int expert = 0; expert < 12; expert++) {
+            const int slot = cache.where(layer, expert);
+            CHECK(numbers[expert] >= 0 && numbers[expert] < 16);
+            CHECK(slot < 0 || numbers[expert] == (int32_t)cache.arena().number(slot));
+        }
+    };
+    std::mt19937 random(2);
+    for (int i = 0; i < 100; i++) {
+        cache.begin_use();
+        const uint32_t layer = random() % 3;
+        cache.take(layer, (int)(random() % 4), true);
+        for (uint32_t l = 0; l < 3; l++) {
+            check(l);
+            cache.set_table(l, true);
+        }
+        // Who takes a slot changes the numbers of its own layer and of that which has lost the slot; no other's.
+        const std::vector<int32_t> before[] = {cache.numbers(0, 12), cache.numbers(1, 12), cache.numbers(2, 12)};
+        const int expert = 4 + (int)(random() % 8);
+        if (cache.where(layer, expert) < 0) {
+            CHECK(cache.take(layer, expert, true) >= 0 && !cache.has_table(layer));
+        }
+        for (uint32_t l = 0; l < 3; l++) {
+            CHECK(!cache.has_table(l) || cache.numbers(l, 12) == before[l]);
+        }
+        CHECK(cache.has_table((layer + 1) % 3) || cache.has_table((layer + 2) % 3));
+    }
+    cache.adopt(arena_of(14));
+    CHECK(!cache.has_table(0) && !cache.has_table(1) && !cache.has_table(2));
+}
+
 TEST(a_share_of_missing_experts_is_copied) {
     ExpertCache cache; // without slots, because empty slots would be filled first
     size_t copied = 0;

@@ -303,7 +303,13 @@ def _measure(row: _Row, runtime: Runtime, workload: Workload, *, any_tokens: boo
         row.copied = between.copied_bytes - before.copied_bytes
         row.experts = {
             what: (getattr(device.stats(), name) - getattr(between, name)) / workload.n_generate
-            for what, name in (("cached", "expert_hits"), ("copied", "experts_streamed"), ("cpu", "experts_on_cpu"))
+            for what, name in (
+                ("cached", "expert_hits"),
+                ("copied", "experts_streamed"),
+                ("cpu", "experts_on_cpu"),
+                ("ahead", "experts_ahead"),
+                ("again", "experts_again"),
+            )
         }
     row.ttft.append(middle - start)
     row.decode_tps.append(workload.n_parallel * workload.n_generate / (end - middle))
