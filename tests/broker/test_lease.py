@@ -263,12 +263,16 @@ async def test_a_launch_below_the_host_floor_is_refused() -> None:
 # ---- decisions, with a clock of the test's own ----------------------------------------------------------------------
 
 
-def lease(budget_mb: int, used_mb: int, keep_mb: int = 0) -> Lease:
+def host() -> ServerConnection:
+    return ServerConnection(1, epoch=EPOCH, held_bytes=0, now=0.0)
+
+
+def lease(budget_mb: int, used_mb: int, keep_mb: int = 0, host_mb: int = 0) -> Lease:
     """A lease in force, with a model whose floor is 16 MiB and which is fully resident in 256 MiB."""
     made = Lease(0, EPOCH)
     made.engine_ready(16 * MIB, 256 * MIB, 0, 0.0)
-    connection = ServerConnection(1, epoch=EPOCH, held_bytes=0, now=0.0)
-    made.set(connection, m.BudgetSet(1, EPOCH, budget_mb * MIB, floor_bytes=keep_mb * MIB), 0.0)
+    terms = m.BudgetSet(1, EPOCH, budget_mb * MIB, floor_bytes=keep_mb * MIB, host_budget_bytes=host_mb * MIB)
+    made.set(host(), terms, 0.0)
     obey(made, used_mb)
     made.notices.clear()
     return made
@@ -276,15 +280,35 @@ def lease(budget_mb: int, used_mb: int, keep_mb: int = 0) -> Lease:
 
 def obey(made: Lease, used_mb: int) -> list[int]:
     """Carries out the commands as an engine would; returns their budgets in MiB."""
-    told = []
+    budgets_mb = []
     for command in made.commands:
         assert isinstance(command, em.SetBudget)
-        told.append(command.vram_budget_bytes // MIB)
+        budgets_mb.append(command.vram_budget_bytes // MIB)
         made.engine_event(em.BudgetGranted(command.seq, command.vram_budget_bytes, 0.0), 0.0)
-        made.engine_event(em.BudgetReleased(command.seq, command.vram_budget_bytes, used_mb * MIB, 0.0), 0.0)
+        made.engine_event(released(command, used_mb), 0.0)
         made.engine_event(em.BudgetObserved(command.seq, None, 0.0), 0.0)
     made.commands.clear()
-    return told
+    return budgets_mb
+
+
+def released(command: em.SetBudget, used_mb: int, seconds: float = 0.0) -> em.BudgetReleased:
+    budgets = command.vram_budget_bytes, used_mb * MIB
+    return em.BudgetReleased(command.seq, *budgets, seconds, command.host_budget_bytes)
+
+
+def told(made: Lease) -> list[em.SetBudget]:
+    """The commands for the engine, which it has got now."""
+    commands = [command for command in made.commands if isinstance(command, em.SetBudget)]
+    made.commands.clear()
+    return commands
+
+
+def answers(connection: ServerConnection) -> list[m.Message]:
+    found = []
+    while (frame := connection.next_frame()) is not None:
+        connection.sent()
+        found.append(m.decode_answer(frame))
+    return found
 
 
 def look(made: Lease, now: float, *, used_mb: int, free_mb: int) -> None:
@@ -368,6 +392,7 @@ def test_pressure_shrinks_until_enough_is_free() -> None:
     connection = ServerConnection(2, epoch=EPOCH, held_bytes=0, now=0.0)
     made.set(connection, m.BudgetSet(1, EPOCH, 128 * MIB), 7.0)
     assert obey(made, 128) == [128]
+    assert made.engine_load_bytes() == 128 * MIB
 
 
 def test_a_host_budget_in_force_is_not_refused_when_the_floor_has_grown() -> None:
@@ -381,3 +406,141 @@ def test_a_host_budget_in_force_is_not_refused_when_the_floor_has_grown() -> Non
     for number, host_budget_bytes in ((2, None), (3, 48 * MIB)):
         made.set(connection, replace(asked, id=number, host_budget_bytes=host_budget_bytes), 0.0)
     assert [command.host_budget_bytes for command in made.commands] == [48 * MIB] * 2
+
+
+def test_what_a_sidecar_does_on_its_own_keeps_its_floor_and_its_host_budget() -> None:
+    made = lease(200, 200, keep_mb=5, host_mb=48)
+    made.tick(10.0, 0)
+    made.tick(10.0 + IDLE_S, 0)
+    (idle,) = told(made)
+    assert (idle.vram_budget_bytes, idle.host_budget_bytes) == (16 * MIB, 48 * MIB)
+    made.engine_event(released(idle, 16), 20.0)
+    made.tick(30.0, 1)
+    (again,) = told(made)
+    assert (again.vram_budget_bytes, again.host_budget_bytes) == (200 * MIB, 48 * MIB)
+    # At the floor there is nothing to give back.
+    made = lease(200, 16, keep_mb=5)
+    made.tick(10.0, 0)
+    made.tick(10.0 + IDLE_S, 0)
+    assert (made.commands, heard(made)) == ([], [])
+
+
+def test_pressure_is_not_answered_again_before_the_engine_had_time() -> None:
+    made = lease(250, 250)
+    for now, n_commands in ((2.0, 1), (2.9, 0), (3.1, 1)):
+        look(made, now, used_mb=250, free_mb=100)
+        assert len(told(made)) == n_commands, now
+
+
+def test_pressure_does_not_wait_for_the_drivers_count() -> None:
+    made = lease(250, 250)
+    made.set(host(), m.BudgetSet(1, EPOCH, 240 * MIB), 1.0)
+    (command,) = told(made)
+    made.engine_event(em.BudgetGranted(command.seq, 240 * MIB, 0.0), 1.0)
+    look(made, 2.0, used_mb=240, free_mb=100)
+    assert made.commands == []  # the host's change comes first
+    made.engine_event(released(command, 240), 2.0)
+    look(made, 3.0, used_mb=240, free_mb=100)
+    assert len(told(made)) == 1
+
+
+@pytest.mark.parametrize("why", ["idle", "pressure"])
+def test_the_budget_is_what_the_host_has_set_when_a_smaller_engine_starts_again(why: str) -> None:
+    made = lease(200, 200, keep_mb=50)
+    if why == "pressure":
+        look(made, 1.0, used_mb=200, free_mb=100)
+    else:
+        made.tick(10.0, 0)
+        made.tick(10.0 + IDLE_S, 0)
+    (less,) = told(made)
+    made.engine_event(released(less, less.vram_budget_bytes // MIB), 20.0)
+    made.engine_lost(21.0)
+    assert made.engine_load_bytes() == less.vram_budget_bytes
+    made.engine_ready(16 * MIB, 256 * MIB, less.vram_budget_bytes, 22.0)
+    assert made.describe(1, 0).vram_budget_bytes == 200 * MIB
+
+
+def test_an_engine_loads_with_what_was_asked_for_last_if_it_can_run_in_that() -> None:
+    made = lease(200, 200, host_mb=48)
+    made.engine_event(em.Watch(0, 16 * MIB, 256 * MIB, None, None, (), 0, host_floor_bytes=32 * MIB), 0.0)
+    made.engine_lost(1.0)
+    for number, n_mb, host_mb, loaded in ((1, 100, 40, (100, 40)), (2, 5, 20, (200, 48)), (3, 0, 0, (0, 0))):
+        terms = m.BudgetSet(number, EPOCH, n_mb * MIB, host_budget_bytes=host_mb * MIB)
+        made.set(host(), terms, 2.0)
+        assert (made.engine_load_bytes(), made.engine_load_host_bytes()) == (loaded[0] * MIB, loaded[1] * MIB)
+    made.set(host(), m.BudgetSet(4, EPOCH, 64 * MIB), 3.0)  # the host budget stays that of the last change
+    assert (made.engine_load_bytes(), made.engine_load_host_bytes()) == (64 * MIB, 0)
+
+
+def test_a_budget_of_the_frame_block_is_in_force() -> None:
+    made = lease(200, 200, keep_mb=50)
+    made.tick(10.0, 0)
+    made.tick(10.0 + IDLE_S, 0)
+    (idle,) = told(made)
+    made.engine_event(released(idle, 50), 20.0)
+    made.engine_event(em.BudgetReleased(0, 120 * MIB, 120 * MIB, 0.0), 21.0)
+    budget = made.describe(1, 0)
+    assert (budget.vram_budget_bytes, budget.used_bytes) == (120 * MIB, 120 * MIB)
+    made.tick(22.0, 1)
+    assert made.commands == []  # there is nothing to take again
+
+
+def test_a_late_change_stays_in_force_with_all_its_terms() -> None:
+    made, connection = lease(200, 200), host()
+    terms = m.BudgetSet(1, EPOCH, 100 * MIB, floor_bytes=50 * MIB, host_budget_bytes=48 * MIB)
+    made.set(connection, terms, 1.0)
+    (command,) = told(made)
+    made.engine_event(em.BudgetGranted(command.seq, 100 * MIB, 0.0), 1.0)
+    late = m.ErrorInfo.of(errors.DeadlineMissed("late"))
+    made.engine_event(em.BudgetRefused(command.seq, late), 2.0)
+    budget = made.describe(1, 0)
+    assert (budget.vram_budget_bytes, budget.host_budget_bytes) == (100 * MIB, 48 * MIB)
+    made.tick(10.0, 0)
+    made.tick(10.0 + IDLE_S, 0)
+    assert heard(made)[-1] == ("gives_back", 50)
+
+
+def test_a_refused_change_leaves_the_version_of_a_later_one() -> None:
+    made, connection = lease(200, 200), host()
+    made.set(connection, m.BudgetSet(1, EPOCH, 5 * MIB, version=3), 1.0)
+    made.set(connection, m.BudgetSet(2, EPOCH, 100 * MIB, version=4), 1.0)
+    first, _ = told(made)
+    made.engine_event(em.BudgetRefused(first.seq, m.ErrorInfo.of(errors.below_floor(5 * MIB, 16 * MIB))), 1.0)
+    assert made.version == 4
+
+
+def test_times_count_from_the_hosts_request() -> None:
+    """A change that has waited for an engine, and one that is granted after its deadline."""
+    made, connection = lease(200, 200), host()
+    made.engine_lost(1.0)
+    made.set(connection, m.BudgetSet(1, EPOCH, 100 * MIB, timeout_s=2.0), 1.0)
+    told(made)  # nobody gets it
+    made.engine_ready(16 * MIB, 256 * MIB, 100 * MIB, 4.0)
+    (command,) = told(made)
+    made.engine_event(em.BudgetGranted(command.seq, 100 * MIB, 2.5), 4.0)
+    made.engine_event(released(command, 100, 0.5), 4.5)
+    made.engine_event(em.BudgetObserved(command.seq, None, 0.75), 4.75)
+    granted, second, third = answers(connection)
+    assert isinstance(granted, m.Lease)
+    assert isinstance(second, m.Released)
+    assert isinstance(third, m.Observed)
+    assert (granted.decision, granted.seconds, second.seconds, third.seconds) == ("partial", 2.5, 3.5, 3.75)
+    assert ("late", 100) in heard(made)
+
+
+def test_the_last_figures_of_an_ending_engine_do_not_count() -> None:
+    made = lease(200, 200)
+    made.set(host(), m.BudgetSet(1, EPOCH, 200 * MIB, state="hibernated"), 1.0)
+    look(made, 1.0, used_mb=130, free_mb=20)
+    made.engine_hibernated(2.0)
+    look(made, 2.0, used_mb=130, free_mb=20)
+    assert (made.commands, made.describe(1, 0).used_bytes) == ([], 0)
+
+
+def test_a_budget_below_the_floor_is_refused_before_an_engine_is_loaded_for_it() -> None:
+    made = lease(200, 200)
+    made.set(host(), m.BudgetSet(1, EPOCH, 200 * MIB, state="hibernated"), 1.0)
+    made.engine_hibernated(2.0)
+    with pytest.raises(errors.BudgetBelowFloor):
+        made.set(host(), m.BudgetSet(2, EPOCH, 5 * MIB), 3.0)
+    assert made.state == "hibernated"
