@@ -4,91 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from batcher_driver import N_WORDS, tale, talk
 from engine_driver import EngineProcess, engine, ids
 
 from frameshard.engine import idle
-from frameshard.engine.batch import Batcher
 from frameshard.engine.kvstore import Blob, KvStore
-from frameshard.engine.llama import Memory
-from frameshard.engine.request import RequestReader
-from frameshard.engine.runtime import Runtime
 from frameshard.wire import engine as em
-from frameshard.wire.messages import Sampling
-
-N_WORDS = 60
-
-
-def tale(name: str, *more: str) -> str:
-    return f"The {name} said: " + f"{name} " * N_WORDS + " ".join(more)
-
-
-class Talk:
-    """Runs jobs one after the other, and counts the copies to host memory."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.n_saved = 0
-        self._runtime = runtime
-        self._save = runtime.save
-        runtime.save = self._counted  # type: ignore[method-assign]
-        self.batcher = Batcher(runtime)
-        self._jobs = 0
-
-    def _counted(self, seq: int, memory: Memory) -> object:
-        self.n_saved += 1
-        return self._save(seq, memory)
-
-    def start(self, prompt: str, conversation: str | None = None, *, warm_up: bool = False, n_answer: int = 4) -> int:
-        self._jobs += 1
-        sampling = Sampling(temperature=0.0, max_tokens=n_answer)
-        request = em.Submit(
-            self._jobs, "completion", sampling, prompt=prompt, conversation=conversation, warm_up=warm_up
-        )
-        self.batcher.add(RequestReader(self._runtime).read(request))
-        return self._jobs
-
-    def say(self, prompt: str, conversation: str | None = None, **fields: Any) -> tuple[int, list[int]]:
-        """Runs a job.
-
-        :returns: the tokens that it reused, and those of the answer.
-        """
-        self.start(prompt, conversation, **fields)
-        events: list[em.JobEvent] = []
-        while self.batcher.busy:
-            events += self.batcher.step()
-        started, *said, done = events
-        assert isinstance(started, em.Started)
-        assert isinstance(done, em.Done), done
-        return started.n_reused, [event.id for event in said if isinstance(event, em.Token)]
-
-    def copy_ahead(self) -> int:
-        """Copies as an idle engine does, until there is nothing to copy.
-
-        :returns: the number of copies.
-        """
-        before = self.n_saved
-        while self.batcher.reuse.copy_ahead():
-            pass
-        return self.n_saved - before
-
-    def blobs(self) -> list[tuple[str | None, list[int], object]]:
-        """What the store holds, beside copies that were made ahead of time."""
-        return [(blob.conversation, blob.tokens, blob.shapes) for blob in self.batcher.store if not blob.ahead]
-
-    def stat(self, name: str) -> object:
-        return self.batcher.statistics()[f"kv_cache_{name}"]
-
-
-@contextmanager
-def talk(path: Path, **options: object) -> Iterator[Talk]:
-    fields = {"device": "cpu", "n_ctx": 1024, "n_parallel": 1, "n_threads": 1, **options}
-    with Runtime.load(em.EngineConfig(str(path), **fields)) as runtime:  # type: ignore[arg-type]
-        yield Talk(runtime)
 
 
 def size_of_copy(path: Path, names: Sequence[str]) -> int:
@@ -246,7 +171,7 @@ def test_the_moment_must_be_idle(tiny_model: Callable[[str], Path], monkeypatch:
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with talk(tiny_model("llama")) as one:
         work = idle.Idle(
-            idle.IdleProfile(one.batcher._runtime, lambda: None),
+            idle.IdleProfile(one.runtime, lambda: None),
             idle.IdleDisk(None, lambda change: change(), lambda: None),
             one.batcher.reuse.copy_ahead,
         )

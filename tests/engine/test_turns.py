@@ -1,0 +1,90 @@
+"""Which jobs the scheduler runs next, and which sequences they get."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from batcher_driver import N_WORDS, Talk, tale, talk
+
+from frameshard.engine.batch import TURN_DECODES
+from frameshard.plan.adapter import read_adapter
+from frameshard.wire import engine as em
+from frameshard.wire.messages import Adapter
+from make_adapter import make_adapter
+
+
+def speakers(events: Sequence[em.JobEvent]) -> list[int]:
+    """The jobs of the tokens, in order."""
+    return [event.job for event in events if isinstance(event, em.Token)]
+
+
+def until_token(one: Talk, job: int) -> list[em.JobEvent]:
+    """Runs the jobs until this one has a token. Returns its events."""
+    events: list[em.JobEvent] = []
+    while job not in speakers(events):
+        events += one.batcher.step()
+    return [event for event in events if event.job == job]
+
+
+def test_sets_of_adapters_take_turns(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """None waits until another one has nothing more to say. A job uses its adapters also while it waits."""
+    model = tiny_model("llama")
+    with talk(model, n_parallel=3) as one:
+        for seed, name in enumerate("ab", start=1):
+            make_adapter(model, tmp_path / name, seed=seed)
+            one.runtime.load_adapter(name, read_adapter(tmp_path / name, one.runtime.model_info))
+        n_tokens = 5 * TURN_DECODES
+        sets = [(), (Adapter("a", 1.0),), (Adapter("b", 0.5),)]
+        jobs = [one.start("Once upon", adapters=each, n_answer=n_tokens) for each in sets]
+        assert [one.batcher.uses(name) for name in "abc"] == [True, True, False]
+        said = speakers(one.events())
+        assert [said.count(job) for job in jobs] == [n_tokens] * 3
+        together = said[: min(len(said) - said[::-1].index(job) for job in jobs)]
+        assert max(len(list(run)) for _, run in itertools.groupby(together)) <= TURN_DECODES
+        assert not one.batcher.uses("a")
+
+
+def test_jobs_wait_while_a_more_urgent_one_reads_its_prompt(tiny_model: Callable[[str], Path]) -> None:
+    for priority, others_wait in ((1, False), (2, True)):
+        with talk(tiny_model("llama"), n_parallel=2, n_ubatch=32) as one:
+            talker = one.start("Once upon", n_answer=60)
+            until_token(one, talker)
+            reader = one.start(tale("fox"), priority=priority)
+            events = one.events()
+            first = speakers(events).index(reader)
+            assert (talker not in speakers(events)[:first]) == others_wait
+
+
+def test_jobs_of_a_conversation_do_not_overtake_each_other(tiny_model: Callable[[str], Path]) -> None:
+    with talk(tiny_model("llama"), n_parallel=3, n_ubatch=32) as one:
+        reader = one.start(tale("fox"), priority=1)
+        one.batcher.step()
+        earlier, later = (one.start("Who goes there?", "inn", priority=priority) for priority in (0, 2))
+        said = [job for job in speakers(one.events()) if job != reader]
+        assert said == [earlier] * 4 + [later] * 4
+
+
+def test_a_new_conversation_takes_the_sequence_that_was_used_longest_ago(tiny_model: Callable[[str], Path]) -> None:
+    with talk(tiny_model("llama"), n_parallel=3, kv_cache_bytes=0) as one:
+        for name in ("fox", "owl", "fox", "elk", "bee"):  # the elk gets the empty one, the bee the owl's
+            one.say(tale(name), name)
+        n_reused = {name: one.say(tale(name, "again"), name)[0] for name in ("fox", "elk", "bee")}
+        assert min(n_reused.values()) > N_WORDS, n_reused
+        assert one.say(tale("owl", "again"), "owl")[0] < N_WORDS
+
+
+def test_a_job_that_goes_on_keeps_the_cells_of_the_conversation_in_its_sequence(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    with talk(tiny_model("llama"), mode="stream_only") as one:
+        paused = one.start(tale("fox"), n_answer=8)
+        started, *said = until_token(one, paused)
+        one.batcher.cancel(paused, keep=True)
+        assert isinstance(started, em.Started)
+        one.say(tale("owl"), "owl")
+        resume = tuple(event.id for event in said if isinstance(event, em.Token))
+        one.start(tale("fox"), n_answer=8, job=paused, resume=resume, history=started.history)
+        assert len(speakers(one.events())) == 8 - len(resume)
+        assert one.say(tale("owl", "again"), "owl")[0] > N_WORDS
