@@ -3,13 +3,16 @@ deadlines, changes and cancels. The engine carries out the broker's commands, on
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from frameshard.broker.job import OVERTAKEN_PER_RANK
-from frameshard.broker.jobs import Jobs
+from frameshard.broker.jobs import MAX_DEATHS, Jobs
+from frameshard.errors import EngineDied, Overloaded
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire.connection import ServerConnection
@@ -203,3 +206,217 @@ def test_the_engine_gets_an_urgent_job_together_with_the_pause_of_another() -> N
     jobs.engine_event(em.Started(third, 1, 0, 0))
     jobs.engine_event(em.Done(third, "stop", 1, 0, 0.0, 0.0))
     assert (sent(), jobs.running) == ([("Submit", background)], 1)
+
+
+class Bench:
+    """Jobs of one client, and what its engine is told."""
+
+    def __init__(self, slots: int = 1, **limits: int) -> None:
+        self.jobs = Jobs(slots=slots, max_jobs=9, max_client_jobs=limits.get("max_client_jobs", 9))
+        self.client = ServerConnection(1, epoch=EPOCH, held_bytes=1 << 14, now=0.0)
+        self.submitted = 0
+        self.jobs.engine_ready()
+
+    def submit(self, **fields: Any) -> int:
+        """Adds a job. The engine's number of it is also the client's."""
+        self.submitted += 1
+        request = m.Submit(self.submitted, EPOCH, self.submitted, "completion", prompt="x", window=256, **fields)
+        return self.jobs.submit(self.client, request, 0.0)
+
+    def told(self) -> list[tuple[str, int]]:
+        """The commands for the engine: their types and jobs. It has got them now."""
+        commands = [(type(command).__name__, command.job) for command in self.jobs.commands]  # type: ignore[union-attr]
+        self.jobs.commands.clear()
+        return commands
+
+    def start(self, *jobs: int) -> None:
+        for job in jobs:
+            self.jobs.engine_event(em.Started(job, 1, 0, 0))
+
+    def say(self, job: int, n: int = 0) -> None:
+        self.jobs.engine_event(em.Token(job, n, 5, "a"))
+
+    def end(self, job: int) -> None:
+        self.jobs.engine_event(em.Cancelled(job))
+
+    def heard(self) -> list[tuple[str, int]]:
+        """The events for the client."""
+        events = []
+        while (frame := self.client.next_frame()) is not None:
+            self.client.sent()
+            event = m.decode_answer(frame)
+            events.append((type(event).__name__, event.job))  # type: ignore[union-attr]
+        return events
+
+
+def test_a_missed_deadline_ends_the_job_in_the_engine_and_frees_its_slot() -> None:
+    bench = Bench()
+    late, waiting, next_one = bench.submit(deadline_ms=100), bench.submit(deadline_ms=50), bench.submit()
+    bench.start(late)
+    assert (bench.told(), bench.jobs.next_due) == ([("Submit", late)], 0.05)
+    bench.jobs.fail_overdue(0.049)
+    assert bench.jobs.open == 3
+    bench.jobs.fail_overdue(0.05)
+    assert (bench.jobs.open, bench.jobs.next_due, bench.told()) == (2, 0.1, [])
+    bench.jobs.fail_overdue(0.1)
+    assert bench.told() == [("Cancel", late), ("Submit", next_one)]
+    assert (bench.jobs.running, bench.jobs.queued, bench.jobs.next_due) == (2, 0, math.inf)
+    bench.end(late)
+    assert (bench.jobs.running, bench.told()) == (1, [])
+    assert bench.heard() == [("Started", late), ("Failed", waiting), ("Failed", late)]
+
+
+def test_a_job_that_is_being_cancelled_misses_no_deadline() -> None:
+    bench = Bench()
+    job = bench.submit(deadline_ms=100)
+    bench.jobs.cancel(bench.client, job)
+    assert bench.jobs.next_due == math.inf  # else the task that keeps deadlines would never sleep
+    bench.jobs.fail_overdue(1.0)
+    bench.end(job)
+    assert bench.heard() == [("Cancelled", job)]
+
+
+def test_a_token_in_time_keeps_the_deadline() -> None:
+    bench = Bench()
+    job = bench.submit(deadline_ms=100)
+    bench.start(job)
+    bench.say(job)
+    bench.jobs.fail_overdue(1.0)
+    assert (bench.jobs.open, bench.jobs.next_due) == (1, math.inf)
+
+
+def test_a_conversation_waits_until_its_job_has_left_the_engine() -> None:
+    bench = Bench(slots=2)
+    late, later = bench.submit(conversation="inn", deadline_ms=100), bench.submit(conversation="inn")
+    bench.start(late)
+    bench.jobs.fail_overdue(0.1)
+    assert bench.told() == [("Submit", late), ("Cancel", late)]
+    bench.end(late)
+    assert bench.told() == [("Submit", later)]
+
+
+def test_what_a_dead_engine_was_told_is_not_told_to_the_next() -> None:
+    bench = Bench(slots=2)
+    late, cancelled = bench.submit(deadline_ms=100), bench.submit()
+    bench.start(late, cancelled)
+    bench.jobs.fail_overdue(0.1)
+    bench.jobs.cancel(bench.client, cancelled)
+    bench.jobs.engine_lost(EngineDied("a signal"))
+    assert (bench.told(), bench.jobs.open, bench.jobs.running) == ([], 0, 0)
+    following = [bench.submit(), bench.submit()]
+    bench.jobs.engine_ready()
+    assert bench.told() == [("Submit", job) for job in following]
+    assert bench.heard() == [
+        *(("Started", job) for job in (late, cancelled)),
+        ("Failed", late),
+        ("Cancelled", cancelled),
+    ]
+
+
+def test_an_end_that_was_asked_for_is_no_death_of_the_jobs() -> None:
+    bench = Bench()
+    job = bench.submit()
+    for _ in range(2 * MAX_DEATHS):
+        bench.start(job)
+        bench.jobs.engine_lost(None)
+        bench.jobs.engine_ready()
+    bench.start(job)
+    bench.jobs.engine_lost(EngineDied("a signal"))
+    assert bench.jobs.open == 1
+
+
+def test_only_deaths_since_the_last_token_count() -> None:
+    bench = Bench()
+    job = bench.submit()
+    for n in range(2 * MAX_DEATHS):
+        bench.start(job)
+        bench.say(job, n)
+        bench.jobs.engine_lost(EngineDied("a signal"))
+        bench.jobs.engine_ready()
+    assert bench.jobs.open == 1
+    for _ in range(MAX_DEATHS - 1):
+        bench.start(job)
+        bench.jobs.engine_lost(EngineDied("a signal"))
+        bench.jobs.engine_ready()
+    assert bench.jobs.open == 0
+
+
+def test_after_a_death_jobs_go_back_one_at_a_time_before_all_others() -> None:
+    bench = Bench(slots=3)
+    jobs = [bench.submit(), bench.submit()]
+    bench.start(*jobs)
+    bench.told()
+    bench.jobs.engine_lost(EngineDied("a signal"))
+    urgent = bench.submit(priority=2)
+    bench.jobs.engine_ready()
+    for job in jobs:
+        assert bench.told() == [("Submit", job)]
+        bench.start(job)
+        bench.say(job)
+    assert bench.told() == [("Submit", urgent)]
+
+
+def test_a_job_that_is_over_for_its_client_is_still_on_trial() -> None:
+    bench = Bench(slots=3)
+    suspect, other = bench.submit(deadline_ms=100), bench.submit()
+    bench.start(suspect, other)
+    bench.jobs.engine_lost(EngineDied("a signal"))
+    bench.jobs.engine_ready()
+    assert bench.told() == [("Submit", suspect)]
+    bench.jobs.fail_overdue(0.1)
+    assert bench.told() == [("Cancel", suspect)]  # it may kill this engine yet
+    bench.end(suspect)
+    assert bench.told() == [("Submit", other)]
+
+
+def test_a_paused_job_is_told_so_once() -> None:
+    """If the next engine pauses it again before its first token, its client knows already."""
+    bench = Bench()
+    job = bench.submit(priority=0)
+    bench.start(job)
+    bench.say(job)
+    urgent = bench.submit(priority=2)
+    bench.end(job)
+    bench.jobs.cancel(bench.client, urgent)
+    bench.end(urgent)
+    again = bench.submit(priority=2)
+    bench.end(job)  # the engine had not started it yet
+    bench.jobs.cancel(bench.client, again)
+    bench.end(again)
+    bench.start(job)
+    names = [name for name, of in bench.heard() if of == job]
+    assert names == ["Started", "Delta", "Paused", "Resumed"]
+
+
+def test_an_urgent_job_pauses_no_job_that_is_leaving_already() -> None:
+    bench = Bench(slots=2)
+    first, second = bench.submit(priority=0), bench.submit(priority=0)
+    bench.start(first, second)
+    bench.told()
+    bench.jobs.cancel(bench.client, first)
+    urgent = bench.submit(priority=2)
+    assert bench.told() == [("Cancel", first), ("Submit", urgent)]
+    other = bench.submit(priority=2)
+    assert bench.told() == [("Cancel", second), ("Submit", other)]
+    bench.submit(priority=2)
+    assert bench.told() == []
+
+
+def test_a_warm_up_stays_behind_all_jobs() -> None:
+    bench = Bench()
+    bench.submit()
+    warm_up = bench.submit(warm_up=True)
+    bench.jobs.set_priority(bench.client, warm_up, 2)
+    usual = bench.submit(priority=0)
+    bench.told()
+    bench.start(1)
+    bench.jobs.engine_event(em.Done(1, "stop", 1, 0, 0.0, 0.0))
+    assert bench.told() == [("Submit", usual)]
+
+
+def test_a_client_has_as_many_jobs_as_it_may() -> None:
+    bench = Bench(max_client_jobs=2)
+    bench.submit()
+    bench.submit()
+    with pytest.raises(Overloaded):
+        bench.submit()
