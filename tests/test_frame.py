@@ -71,6 +71,26 @@ def test_a_second_writer_goes_on_where_the_first_ended(page: Path) -> None:
     assert (read(page, "frame"), read(page, "sequence") % 2) == (2, 0)
 
 
+def test_a_pause_is_not_a_frame(page: Path) -> None:
+    with frame.FrameBlock(page) as block:
+        block.begin()
+        block.begin()
+        drawn_ns = read(page, "frame_time_ns")
+        block.idle()
+        block.begin()
+        assert read(page, "frame_time_ns") == drawn_ns > 0
+
+
+def test_a_writer_that_died_in_a_write_does_not_turn_the_sequence_round(page: Path) -> None:
+    """Readers wait while the sequence is odd."""
+    with open(page, "r+b") as file:
+        file.seek(LAYOUT["sequence"][0])
+        file.write(struct.pack("<I", 5))
+    with frame.FrameBlock(page) as block:
+        block.begin()
+    assert read(page, "sequence") == 6
+
+
 def test_a_wrong_number_is_refused_and_changes_nothing(page: Path) -> None:
     with frame.FrameBlock(page) as block:
         block.begin()

@@ -176,6 +176,29 @@ def test_a_question_instead_of_results_forgets_the_calls() -> None:
     )
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("question", ["And wine?", {"id1": "2 gold"}])
+def test_a_turn_without_an_answer_leaves_the_history(question: Any, fails: bool) -> None:
+    """Also if its prompt was shortened meanwhile."""
+    conversations = Conversations("python")
+    for word in ("Hello.", "Who is there?"):
+        turn(conversations, word, "Mira.")
+    turn(conversations, "What is ale?", *(["Let me see."] if isinstance(question, str) else ["", PRICE]))
+    whole = conversations.history("mira")
+    told = Turn(conversations, "mira", None, question)
+    told.begin()
+    n_messages = [len(told.messages({}))]
+    while told.shorten():
+        n_messages.append(len(told.messages({})))
+        assert conversations.history("mira")[:1] != whole[:1]
+    assert n_messages == sorted(set(n_messages), reverse=True)
+    assert told.n_dropped == len(n_messages) - 1 > 1
+    if fails:
+        told.take_back()
+    told.end()
+    assert conversations.history("mira") == whole
+
+
 def test_as_much_history_as_fits_beside_the_options_is_in_the_prompt() -> None:
     conversations = Conversations("python")
     conversations.find("mira").exchanges += [saves.Exchange("q" * 30_000, "a" * 30_000)] * 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,14 @@ def test_a_thousand_damaged_saves_are_refused() -> None:
         if copy != data:
             with pytest.raises(BadSave):
                 saves.read(copy)
+
+
+@pytest.mark.parametrize("exchange", [2, 255])
+def test_a_step_of_no_exchange_is_refused(exchange: int) -> None:
+    """The checksum of a save says nothing about who has written it."""
+    steps = MIRA.steps[0], replace(MIRA.steps[1], exchange=exchange)
+    with pytest.raises(BadSave, match="its steps are wrong"):
+        saves.read(saves.write(replace(MIRA, steps=steps)))
 
 
 def test_a_large_save_is_refused_before_it_is_decoded() -> None:
