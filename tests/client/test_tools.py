@@ -199,6 +199,14 @@ def test_a_turn_without_an_answer_leaves_the_history(question: Any, fails: bool)
     assert conversations.history("mira") == whole
 
 
+def test_an_answer_that_is_longer_than_a_message_can_have_is_cut_in_the_history() -> None:
+    conversations = Conversations("python")
+    turn(conversations, "Tell me all.", "x" + "ä" * codec.CLIENT.string)
+    prompt = turn(conversations, "And then?")
+    assert prompt[1].content == "x" + "ä" * (codec.CLIENT.string // 2 - 1)
+    m.encode(m.Submit(1, 1, 1, "chat", prompt))  # which refuses what is too large
+
+
 def test_as_much_history_as_fits_beside_the_options_is_in_the_prompt() -> None:
     conversations = Conversations("python")
     conversations.find("mira").exchanges += [saves.Exchange("q" * 30_000, "a" * 30_000)] * 20

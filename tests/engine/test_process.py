@@ -134,6 +134,19 @@ def test_penalties_make_tokens_of_the_last_ones_rarer(cpu: EngineProcess, penalt
     assert repeated(-2.0) >= repeated(0.0)
 
 
+def test_penalties_are_for_the_last_tokens_and_frequency_counts_them(cpu: EngineProcess) -> None:
+    wish = {"max_tokens": 1, "logit_bias": [{"text": " gold", "bias": 40}]}
+    others, gold = LONG * 8, " gold" * 30
+
+    def says_gold(prompt: str, **penalty: float) -> bool:
+        return text(cpu.run(prompt, params={**wish, **penalty})) == " gold"
+
+    assert says_gold(others + gold)
+    assert says_gold(others + gold, presence_penalty=2.0)
+    assert not says_gold(others + gold, frequency_penalty=2.0)
+    assert says_gold(gold + others, frequency_penalty=2.0)
+
+
 def test_xtc_removes_the_likeliest_tokens(cpu: EngineProcess) -> None:
     """At threshold 0 it leaves the least likely of the tokens that it is given: of these two, the second."""
     params = {"temperature": 5.0, "top_k": 2, "min_p": 0.0, "top_p": 1.0, "max_tokens": 1, "xtc_threshold": 0.0}
