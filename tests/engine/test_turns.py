@@ -44,6 +44,10 @@ def test_sets_of_adapters_take_turns(tiny_model: Callable[[str], Path], tmp_path
         together = said[: min(len(said) - said[::-1].index(job) for job in jobs)]
         assert max(len(list(run)) for _, run in itertools.groupby(together)) <= TURN_DECODES
         assert not one.batcher.uses("a")
+        # The order in which a job names them does not matter, nor does one with scale 0.
+        resolve = one.runtime.adapters.resolve
+        a, b = sets[1] + sets[2]
+        assert resolve((b, a)) == resolve((a, b)) != resolve((a,)) == resolve((a, Adapter("b", 0.0)))
 
 
 def test_jobs_wait_while_a_more_urgent_one_reads_its_prompt(tiny_model: Callable[[str], Path]) -> None:
