@@ -226,6 +226,37 @@ def test_a_gap_is_filled() -> None:
     assert [event.seq for event in link.events()] == [0, 1, 2, 3, 4]
 
 
+def test_a_gap_is_filled_if_what_was_sent_again_is_lost_too() -> None:
+    link = Link()
+    job = link.submit()
+    for word in "abcde":
+        link.server.delta(job, word, 1)
+    frames = link.down()
+    for _ in range(3):
+        link.deliver(frames[3:])  # the client asks for the gap
+        link.up()
+        link.down()
+        link.client.beat()
+        link.up()
+        link.deliver([frame for frame in link.down() if isinstance(m.decode_answer(frame), m.Pong)])
+    link.exchange()
+    assert [event.seq for event in link.events()] == [0, 1, 2, 3, 4]
+
+
+def test_a_pong_from_before_a_job_does_not_end_it() -> None:
+    link = Link()
+    link.client.beat()
+    link.up()
+    pong = link.down()
+    _, job = link.client.submit("completion", prompt="x", window=8, timeline=3)
+    link.deliver(pong)
+    link.up()
+    link.server.open(job, 3, 8)
+    finish(link, job)
+    link.exchange()
+    assert [type(event) for event in link.events()] == [m.Done]
+
+
 def test_a_lost_tail_shows_at_the_next_pong() -> None:
     link = Link()
     job = link.submit()
