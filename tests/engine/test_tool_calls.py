@@ -14,7 +14,7 @@ import tool_templates
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
 import tiny_models
-from frameshard.engine.calls import CallReader
+from frameshard.engine.calls import CallReader, call_id
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.tools import OWN, CallSyntax, find_syntax
@@ -422,6 +422,13 @@ def test_a_call_that_is_too_long_fails_its_job_alone(tiny_path: Path) -> None:
         assert error["message"] == "a call has arguments of more than 65536 bytes"
         assert events[beside][-1]["ev"] == "done"
         assert child.run(QUESTION, params={"max_tokens": 2})[-1]["ev"] == "done"
+
+
+def test_the_calls_of_a_conversation_have_ids_of_their_own() -> None:
+    """Also if each answer has the same seed: the prompts differ in length. A job that is resumed gives them again."""
+    made = [call_id(5, n_prompt, number) for n_prompt in (100, 101, 1000) for number in range(3)]
+    assert len(set(made)) == len(made)
+    assert made[0] == call_id(5, 100, 0) != call_id(6, 100, 0)
 
 
 def test_a_call_that_is_too_deep() -> None:
