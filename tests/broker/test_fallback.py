@@ -370,6 +370,23 @@ def test_a_job_taken_back_for_want_of_room_goes_to_the_server_when_there_is_room
     assert isinstance(jobs.commands[2], em.Submit)
 
 
+def test_a_server_that_fails_is_asked_less_and_less_often() -> None:
+    jobs = Jobs(slots=1, max_jobs=9, max_client_jobs=9, model=MODEL)
+    number = jobs.submit(ServerConnection(1, epoch=1, held_bytes=1 << 14, now=0.0), submit(), 0.0)
+    jobs.set_room(False)
+    now, pauses = 10.0, []
+    for _ in range(9):
+        jobs.depart(now)
+        asked = jobs.asks.pop()
+        assert isinstance(asked, fallback.Ask)
+        jobs.fallback_event(fallback.Broken(asked.attempt, number, errors.ConnectionLost("gone"), False), now)
+        jobs.depart(now)
+        assert jobs.asks == []
+        pauses.append(jobs.next_departure(now) - now)
+        now += pauses[-1]
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
 @in_trio
 async def test_a_job_outlives_a_lease_that_is_parked_and_active_again_at_once(http: Server, place: Path) -> None:
     async with proxy(http.port) as door, with_fallback(door, place, engine=fake_engine(delay_s=0.3)) as client:

@@ -8,12 +8,14 @@ import random
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from batcher_driver import talk
 from engine_driver import EngineProcess
 
 from frameshard.engine import kvfile
@@ -71,6 +73,20 @@ def test_only_the_engines_own_file_is_used(tmp_path: Path) -> None:
         read(path, most_tokens=39)
     with pytest.raises(kvfile.Unusable, match="more than the KV store"):
         read(path, most_bytes=4999)
+
+
+def test_the_engine_is_told_by_all_that_changes_its_cells(tiny_model: Callable[[str], Path]) -> None:
+    """Else a launch with another option would go on from cells that it would not have computed."""
+
+    def identity(name: str = "llama", **options: object) -> dict[str, str]:
+        with talk(tiny_model(name), **options) as one:
+            return kvfile.identity(one.runtime)
+
+    usual = identity()
+    assert usual == identity(n_ctx=512, n_parallel=2, kv_cache_bytes=0)
+    others = {"name": "qwen3moe", "mode": "stream_only", "kv_type": "q8_0", "device": "emulated"}
+    for option, value in others.items():
+        assert identity(**{option: value}) != usual, option
 
 
 def test_links_are_not_followed_and_others_cannot_read(tmp_path: Path) -> None:
