@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,3 +67,28 @@ def test_a_damaged_token_fails_its_job_alone(device: str, one_token: Path) -> No
             assert events[job][-1]["error"]["name"] == "bad_model"
             assert ids(events[other]) == alone
         assert ids(child.run("abc abc", params=ANSWER, conversation="one")) == alone
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_later_jobs_do_not_meet_the_cells_of_a_damaged_one(device: str, one_token: Path) -> None:
+    """Attention multiplies removed cells by 0, and 0 * NaN is NaN. On the CPU it leaves out 64 of them together, in
+    steps of at least 64 tokens."""
+    options: dict[str, Any] = {**fields(device), "n_ubatch": 128, "mode": "stream_only"}
+    healthy, damaged = "e" * 200, SPOILT + "d" * 224
+    kept: dict[str, Any] = {"params": ANSWER, "conversation": "one"}
+    with engine(one_token, **options) as child:
+        alone = ids(child.run(healthy, params=ANSWER))
+        first, second = (ids(child.run("abc" * n, **kept)) for n in (40, 41))
+    with engine(one_token, **options) as child:
+        assert ids(child.run("abc" * 40, **kept)) == first
+        for _ in range(2):
+            assert child.run(damaged, params=ANSWER)[-1]["error"]["name"] == "bad_model"
+            assert ids(child.run(healthy, params=ANSWER)) == alone
+        assert ids(child.run("abc" * 41, **kept)) == second
+        with child.slowly(20.0):
+            other = child.submit(healthy, params=ANSWER)
+            begun = child.wait_for("token", job=other)
+            job = child.submit(damaged, params=ANSWER)
+            events = child.finish(other, job)
+        assert events[job][-1]["error"]["name"] == "bad_model"
+        assert ids([begun, *events[other]]) == alone

@@ -311,18 +311,32 @@ class Batcher:
             except Exception as defect:
                 events.append(self._defect(job, defect))
         for job in failed:
-            slot = job_slot(job)
-            slot.conversation = None  # its KV cache may hold NaN too
+            job_slot(job).conversation = None  # its KV cache may hold NaN too
             error = BadModel(
                 "the model computes NaN or infinity for this prompt: some of its weights, or those of its adapters, are"
                 " damaged"
             )
             events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(error))))
+        if failed:
+            self._wipe()
             self._runtime.adapters.use(NO_ADAPTERS)
             with contextlib.suppress(DecodeAborted):
-                if not self._runtime.computes(slot.seq):
+                if not self._runtime.computes(next(slot.seq for slot in self._slots if slot.job is None)):
                     raise FrameshardError("the device computes NaN or infinity where it computed numbers before")
         return events
+
+    def _wipe(self) -> None:
+        """Overwrites the cells of all sequences, because those of a failed job may hold NaN. Jobs that run read their
+        text again. Conversations of other sequences are kept in the KV store."""
+        for slot in self._slots:
+            if slot.job is None:
+                self.reuse.keep(slot)
+        self._runtime.wipe()
+        for slot in self._slots:
+            if slot.job is None:
+                slot.cut(0)
+            else:
+                self._begin_again(slot.job, slot)
 
     def _read(self, job: Job, at: int) -> list[int]:
         """Prefills the next part of a prompt, which is at index ``at``. If nothing else is to be done, further ones
@@ -570,7 +584,7 @@ class Batcher:
         return [started, *self._take_up(job)] if answering or not exact else [started]
 
     def _begin_again(self, job: Job, slot: Slot) -> None:
-        """Lets a job read its text again, with its answer so far: a recurrent state is lost with an aborted decode."""
+        """Lets a job whose cells are lost read its text again, with its answer so far."""
         answered = [] if job.prefilling else [(1, 1)]  # the last token of the answer was not decoded yet
         job.to_prefill = job.prompt + job.produced
         job.shapes = collections.deque([*slot.shapes, *job.shapes, *answered])

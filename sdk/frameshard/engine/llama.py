@@ -300,6 +300,10 @@ class Llama:
         that."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, seq, start if start > 0 else -1, -1))
 
+    def wipe(self) -> None:
+        """Empties all sequences and sets the memory of their cells to 0."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+
     def saved_bytes(self, seq: int) -> int:
         """The size of what :meth:`save` returns for sequence ``seq``."""
         return int(llama_cpp.llama_state_seq_get_size(self._context, seq))

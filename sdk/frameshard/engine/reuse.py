@@ -114,7 +114,15 @@ class Reuse:
 
     def pause(self, job: Job, slot: Slot) -> None:
         """Keeps the cells of a job that will be resumed."""
-        self._keep(slot, job.id)
+        self.keep(slot, job.id)
+
+    def keep(self, slot: Slot, job: int = 0) -> None:
+        """Puts what a sequence holds into the store, if it is worth that.
+
+        :param job: the job that will continue from it; 0: a conversation may.
+        """
+        if self._worth(slot) and (job or slot.conversation) and self._fits(slot):
+            self._put(slot, job=job)
 
     def copy_ahead(self) -> bool:
         """Copies the cells of one conversation whose sequence runs no job, if they are not in the store and it has room
@@ -248,15 +256,7 @@ class Reuse:
     def _vacate(self, slot: Slot) -> None:
         """Keeps the cells of a conversation that loses its sequence."""
         self._crowded = self._crowded or slot.conversation is not None
-        self._keep(slot)
-
-    def _keep(self, slot: Slot, job: int = 0) -> None:
-        """Puts what a sequence holds into the store, if it is worth that.
-
-        :param job: the job that will continue from it; 0: a conversation may.
-        """
-        if self._worth(slot) and (job or slot.conversation) and self._fits(slot):
-            self._put(slot, job=job)
+        self.keep(slot)
 
     def _worth(self, slot: Slot) -> bool:
         """Whether a copy of the sequence can be reused, and is worth its time."""

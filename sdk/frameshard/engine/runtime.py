@@ -471,6 +471,13 @@ class Runtime:
         self.llama.remove(seq, 0)
         self._set_length(seq, 0)
 
+    def wipe(self) -> None:
+        """Empties all sequences and sets the memory of their cells to 0. Attention multiplies removed cells by 0, so
+        those that hold NaN would make all later tokens of their sequence NaN."""
+        self.llama.wipe()
+        for seq in range(len(self._lengths)):
+            self._set_length(seq, 0)
+
     def unpark(self) -> None:
         """Takes the VRAM of a parked device again. Raises the errors of :meth:`ShardDevice.unpark`."""
         if self.device is not None:
