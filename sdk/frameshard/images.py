@@ -22,6 +22,9 @@ from frameshard.wire import messages as m
 if sys.platform == "linux":
     import fcntl
 
+INLINE_BYTES = 16 << 10
+"""Larger images go through shared memory: those in a message take its room from the texts."""
+
 
 @dataclass(frozen=True)
 class Pixels:
@@ -45,11 +48,13 @@ class SharedImages:
     """The images of one job. :attr:`wire` has them for the request. Close it when the job has ended.
 
     :param images: each is the bytes of an image or sound file, or :class:`Pixels`.
-    :raises BadArgument: an image is empty or too large, or cannot be written for the sidecar.
+    :raises BadArgument: it is no such list, an image is empty or too large, or cannot be written for the sidecar.
     """
 
     def __init__(self, images: Sequence[bytes | Pixels]) -> None:
         self._undo = contextlib.ExitStack()
+        if isinstance(images, str) or not isinstance(images, Sequence):
+            raise _no_images()
         try:
             self.wire = tuple(self._share(image) for image in images)
         except BaseException:
@@ -58,24 +63,30 @@ class SharedImages:
 
     def _share(self, image: bytes | Pixels) -> m.Image:
         pixels = image if isinstance(image, Pixels) else Pixels(image, 0, 0)
-        data = memoryview(pixels.data).cast("B")
+        try:
+            view = memoryview(pixels.data)
+        except TypeError:
+            raise _no_images() from None
+        if not view.c_contiguous:
+            raise BadArgument("an image's data has gaps between its bytes: copy it into bytes", field="images")
+        data = view.cast("B")
         if not 0 < len(data) <= m.MAX_IMAGE_BYTES:
             raise BadArgument(f"an image has 1 to {m.MAX_IMAGE_BYTES} bytes", field="images")
         kind: m.ImageFormat = pixels.format if isinstance(image, Pixels) else "encoded"
-        if len(data) <= m.MAX_INLINE_BYTES // m.MAX_IMAGES:
+        if len(data) <= INLINE_BYTES:
             return m.Image(kind, bytes(data), "", 0, pixels.width, pixels.height, pixels.stride)
         path = self._memory(data)
         return m.Image(kind, b"", path, len(data), pixels.width, pixels.height, pixels.stride)
 
     def _memory(self, data: memoryview) -> str:
-        if sys.platform == "linux":
-            fd = os.memfd_create("frameshard-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            self._undo.callback(os.close, fd)
-            with open(fd, "wb", closefd=False) as file:
-                file.write(data)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
-            return f"/proc/{os.getpid()}/fd/{fd}"
         try:
+            if sys.platform == "linux":
+                fd = os.memfd_create("frameshard-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                self._undo.callback(os.close, fd)
+                with open(fd, "wb", closefd=False) as file:
+                    file.write(data)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+                return f"/proc/{os.getpid()}/fd/{fd}"
             path = system.image_directory() / f"image-{secrets.token_hex(16)}"
             self._undo.callback(system.share(path, data))
         except OSError as error:
@@ -85,3 +96,7 @@ class SharedImages:
     def close(self) -> None:
         """Releases the shared memory. Safe to call twice."""
         self._undo.close()
+
+
+def _no_images() -> BadArgument:
+    return BadArgument("images: a list of bytes or Pixels is needed; read the files first", field="images")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from PIL import Image
 
 import frameshard
 from frameshard import errors, sync
+from frameshard.images import SharedImages
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
 from sidecars import in_trio, launch, raw_peer, until
@@ -129,6 +131,49 @@ def open_files(pid: int) -> list[str]:
         with suppress(FileNotFoundError):  # it is closed already, as that of the listing itself
             names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     return names
+
+
+@in_trio
+async def test_images_leave_the_message_to_the_texts() -> None:
+    """Eight images of 111 KB beside 300 KB of text, in a message of at most 1 MiB."""
+    image = frameshard.Pixels(noise(370, 100).tobytes(), 370, 100)
+    async with launch() as client:
+        texts = [frameshard.ChatMessage(("user", "assistant")[i % 2], "w" * 60_000) for i in range(5)]
+        await client.chat(texts, images=[image] * 8, sampling=SHORT).completed()
+        for _ in range(6):
+            await client.ask("w" * 60_000, conversation="c", sampling=SHORT).completed()
+        async with client.ask("w" * 60_000, conversation="c", images=[image] * 8, sampling=SHORT) as stream:
+            await stream.completed()
+        assert stream.n_dropped == 0
+
+
+@pytest.mark.parametrize(
+    ("images", "why"),
+    [
+        ("x.png", "read the files first"),
+        (["x.png"], "read the files first"),
+        (b"\x89PNG", "read the files first"),
+        ([Path("x.png")], "read the files first"),
+        ([None], "read the files first"),
+        (None, "read the files first"),
+        (frameshard.Pixels(b"abc", 1, 1), "read the files first"),
+        ([frameshard.Pixels(memoryview(bytes(24))[::2], 2, 2)], "has gaps"),
+    ],
+    ids=["path", "paths", "bytes", "Path", "None in a list", "None", "Pixels", "gaps"],
+)
+def test_what_is_no_list_of_images_is_refused(images: Any, why: str) -> None:
+    with pytest.raises(errors.BadArgument, match=why):
+        SharedImages(images)
+
+
+def test_a_process_with_too_many_open_files_is_told() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+    try:
+        with pytest.raises(errors.BadArgument, match="cannot be shared: "):
+            SharedImages([bytes(100_000)] * 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_the_polled_client_takes_images_too() -> None:
