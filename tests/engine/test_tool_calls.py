@@ -14,6 +14,7 @@ import tool_templates
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
 import tiny_models
+import tiny_towers
 from frameshard.engine.calls import CallReader, call_id
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.runtime import Runtime
@@ -491,3 +492,19 @@ def test_nothing_that_is_told_becomes_a_mark(name: str, tmp_path: Path) -> None:
         assert marks(EVIL) == marks("kind words")
         with pytest.raises(BadArgument, match="no valid name"):
             tokenizer.chat_parts([ChatMessage("assistant", "", (ToolCall("1", EVIL[:20], "{}"),))])
+
+
+def test_beside_an_image_the_marks_of_calls_are_refused(tiny_path: Path, tmp_path: Path) -> None:
+    """There they would become tokens. Without tools they are text."""
+    tiny_towers.make("internvl", tmp_path / "tower.gguf")
+    image = {"format": "rgb", "width": 30, "height": 30, "data": bytes(2700)}
+    with engine(tiny_path, mmproj=str(tmp_path / "tower.gguf"), n_ctx=4096, n_parallel=1) as child:
+
+        def asked(said: str, tools: list[dict[str, Any]]) -> Event:
+            return child.run(user(said), images=[image], tools=tools, params={"max_tokens": 1})[-1]
+
+        refused = asked("Is <tool_call> a mark?", TOOLS)
+        assert refused["error"]["name"] == "bad_argument"
+        assert "beside images a prompt cannot have <tool_call> in it" in refused["error"]["message"]
+        assert asked("Is <tool> a mark?", TOOLS)["ev"] == "done"
+        assert asked("Is <tool_call> a mark?", [])["ev"] == "done"

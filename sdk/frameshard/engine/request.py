@@ -254,15 +254,15 @@ class RequestReader:
 
     def _marked_text(self, request: Submit, marks: str) -> tuple[str, bool, Channel]:
         """Puts ``marks``, the image markers, before the last message. libmtmd parses control tokens anywhere in a text,
-        so a message must not contain one.
+        so a message must not contain one, nor with tools a mark that calls may have.
 
         :returns: the text of the prompt, whether BOS must be added, and the channel in which the answer begins.
         :raises BadArgument: a message contains a control token.
         """
         tokenizer = self._runtime.tokenizer
 
-        def checked(text: str, _syntax: object = None) -> str:
-            if (token := tokenizer.control_token(text)) is not None:
+        def checked(text: str, syntax: object = None) -> str:
+            if (token := tokenizer.control_token(text, with_marks=syntax is not None)) is not None:
                 raise BadArgument(f"beside images a prompt cannot have {token} in it: leave it out", field="messages")
             return text
 

@@ -189,9 +189,12 @@ class Tokenizer:
             pieces[token] = b""
         return pieces, ends
 
-    def control_token(self, text: str) -> str | None:
-        """Returns the first name of a control token in ``text``, such as ``<|im_end|>``; ``None`` if it has none."""
-        found = self._control_tokens.search(text)
+    def control_token(self, text: str, *, with_marks: bool = False) -> str | None:
+        """Returns the first name of a control token in ``text``, such as ``<|im_end|>``; ``None`` if it has none.
+
+        :param with_marks: look for all of :attr:`marks`.
+        """
+        found = (self._any_mark if with_marks else self._control_tokens).search(text)
         return found and found[0]
 
     def _texts_with(self, attributes: int) -> dict[str, int]:
@@ -208,6 +211,10 @@ class Tokenizer:
         user_defined = self._texts_with(llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
         marks = {text: token for text, token in user_defined.items() if text.startswith("<") and text.endswith(">")}
         return {text: token for text, token in (marks | self._texts_with(_CONTROL)).items() if text}
+
+    @functools.cached_property
+    def _any_mark(self) -> re.Pattern[str]:
+        return _any_of(self.marks)
 
     # --- chat -----------------------------------------------------------------------------------------------------
 
@@ -324,5 +331,5 @@ class Tokenizer:
 
     def with_marks(self, text: str) -> list[tuple[str, int | None]]:
         """Divides a text of the model's syntax into texts, without a token, and marks, with theirs."""
-        found = re.split(f"({_any_of(self.marks).pattern})", text)
+        found = re.split(f"({self._any_mark.pattern})", text)
         return [(part, self.marks.get(part) if i % 2 else None) for i, part in enumerate(found) if part]
