@@ -23,7 +23,6 @@ MIB = 1 << 20
 
 
 def main(model: str, mmproj: str, device: str, out: str) -> None:
-    vision.CACHE_BYTES = 0  # the second encode must not come from the cache
     width, height = SIZE
     pixels = np.random.default_rng(3).integers(0, 256, 3 * width * height, dtype=np.uint8).tobytes()
     config = EngineConfig(
@@ -33,6 +32,7 @@ def main(model: str, mmproj: str, device: str, out: str) -> None:
     figures = []
     with Runtime.load(config) as runtime:
         eyes = vision.Vision(runtime, mmproj)
+        eyes.embeddings.set_limit(0)  # the second encode must not come from there
 
         def encode() -> npt.NDArray[np.float32]:
             image = vision.Image(width, height, pixels)

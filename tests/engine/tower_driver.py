@@ -31,7 +31,6 @@ def read(text: str) -> vision.Image | Sound:
 
 
 def main(model: str, mmproj: str, device: str, out: str, *inputs: str) -> None:
-    vision.CACHE_BYTES = 0  # the second encode must not come from the cache
     config = EngineConfig(model=model, mmproj=mmproj, device=device, n_ctx=1024, n_parallel=1, n_threads=1)
     found: dict[str, npt.NDArray[np.float32]] = {}
     figures: dict[str, Any] = {"floors": []}
@@ -40,6 +39,7 @@ def main(model: str, mmproj: str, device: str, out: str, *inputs: str) -> None:
         pictures = []
         for each in map(read, inputs):
             parts = tower.tokenize(tower.marker, [each], add_special=True)
+        tower.embeddings.set_limit(0)  # the second encode must not come from there
             pictures += [part for part in parts if isinstance(part, vision.Picture)]
         shards = runtime.device
 

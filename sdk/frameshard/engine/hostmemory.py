@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from frameshard.engine import hostcount
+from frameshard.engine.embeddings import MAX_BYTES, Embeddings
 from frameshard.engine.kvstore import KvStore
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor, DeadlineMissed, Unsupported, below_host_floor
@@ -66,7 +67,7 @@ class Parts:
     :param weights_bytes: the model's file as far as it is mapped, and the vision tower's weights.
     :param pinned_bytes: memory through which copies to the device pass.
     :param kv_blocks_bytes: KV blocks of running conversations that have no room in VRAM.
-    :param kv_store_bytes: copies of KV caches in the KV store, and memory kept for the next copy.
+    :param kv_store_bytes: copies of KV caches in the KV store, memory kept for the next copy, and embeddings of images.
     :param processes_bytes: all else of broker, engine and the processes that these have started, when it was last
         measured; 0 if the system does not tell.
     """
@@ -98,9 +99,10 @@ class HostMemory:
     """[any thread] Counts and limits the host memory of one engine and its broker.
 
     :param store: the engine's KV store.
+    :param embeddings: those of the engine's vision tower, if it has one. They have a part of the store's share.
     """
 
-    def __init__(self, runtime: Runtime, store: KvStore) -> None:
+    def __init__(self, runtime: Runtime, store: KvStore, embeddings: Embeddings | None = None) -> None:
         self.budget_bytes = 0
         """The host budget in force; 0 for no limit."""
         self.pressed_bytes = 0
@@ -109,6 +111,7 @@ class HostMemory:
         """What the system counted at the last measurement; None if it does not count."""
         self._runtime = runtime
         self._store = store
+        self._embeddings = embeddings
         self._lock = threading.RLock()
         self._asked_bytes = 0  # of the shard device, which may obey later
         self._processes = 0
@@ -127,7 +130,8 @@ class HostMemory:
             stats = device.stats()
             weights, blocks = stats.host_weights_bytes, stats.kv_host_bytes
             pinned = stats.host_used_bytes - weights - blocks
-        return Parts(weights, pinned, blocks, self._store.held_bytes, self._processes)
+        embeddings = 0 if self._embeddings is None else self._embeddings.held_bytes
+        return Parts(weights, pinned, blocks, self._store.held_bytes + embeddings, self._processes)
 
     @property
     def floor_bytes(self) -> int:
@@ -297,8 +301,9 @@ class HostMemory:
         if self.pressed_bytes:
             self.pressed_bytes = max(self.pressed_bytes, self._least_bytes())
         most, limit = self._runtime.config.kv_cache_bytes, self.limit_bytes
+        most += 0 if self._embeddings is None else MAX_BYTES
         if not limit:
-            self._store.set_limit(most, strict=False)
+            self._limit_store(most, strict=False)
             self._limit_device(0)
             return
         by_pressure = limit != self.budget_bytes
@@ -306,9 +311,18 @@ class HostMemory:
         wanted = max(self._runtime.model_info.file_bytes - least, 0)
         spare = limit - least - self._processes - SPARE_BYTES
         kept = share(spare, wanted, most, weights_first=bool(self.pressed_bytes))
-        self._store.set_limit(kept, strict=True)
+        self._limit_store(kept, strict=True)
         if not (by_pressure and self._is_reclaimable()):
             self._limit_device(max(least, least + spare - kept))
+
+    def _limit_store(self, limit_bytes: int, *, strict: bool) -> None:
+        """Limits the KV store, and the embeddings of images to a quarter of its share, or to what it has no use for."""
+        most = self._runtime.config.kv_cache_bytes
+        if self._embeddings is not None:
+            embeddings_bytes = min(MAX_BYTES, max(limit_bytes // 4, limit_bytes - most))
+            self._embeddings.set_limit(embeddings_bytes)
+            limit_bytes -= embeddings_bytes
+        self._store.set_limit(min(most, limit_bytes), strict=strict)
 
     def _limit_device(self, limit_bytes: int) -> None:
         """Limits the shard device's part. Its release is awaited by :meth:`_await_release`."""

@@ -292,7 +292,7 @@ class Engine:
         disk = IdleDisk(rates, self._commands.put, self._want_plan)
         self._idle = Idle(IdleProfile(runtime, self._want_plan), disk, self._batcher.reuse.copy_ahead)
         _ = runtime.tokenizer.chat  # starts the process that renders prompts, which the floor counts
-        host = HostMemory(runtime, self._batcher.store)
+        host = HostMemory(runtime, self._batcher.store, None if self._vision is None else self._vision.embeddings)
         host.measure()
         host.check(config.host_budget_bytes, spare_bytes=0)
         host.set_budget(config.host_budget_bytes, LOAD_RELEASE_S)

@@ -24,9 +24,10 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-import numpy.typing as npt
 
 from frameshard import models, system
+from frameshard.engine import llamalog
+from frameshard.engine.embeddings import Embedding, Embeddings, copied
 from frameshard.engine.llama import DecodeAborted, StepTooLarge
 from frameshard.engine.runtime import STOCK, Runtime
 from frameshard.engine.sounds import MAX_SECONDS, MIN_SECONDS, Sound, is_sound, tone
@@ -59,9 +60,6 @@ MAX_PIXELS = 16 << 20
 MAX_RATIO = 200
 """The most times that an image may be as wide as high, or as high as wide. Some towers scale thinner ones up, and then
 need several GB of host memory."""
-
-CACHE_BYTES = 256 << 20
-"""The most host memory for embeddings that are kept."""
 
 TRY_SIDE = 64
 """Width and height in pixels of the image that a new tower is tried with. The tower scales it to its own size."""
@@ -166,7 +164,7 @@ class Picture:
         self.digest = digest
         self.n_tokens = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
         self.n_pos = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
-        self.embedding: npt.NDArray[np.float32] | None = None
+        self.embedding: Embedding | None = None
         """Shape [n_tokens, n_embd]; set by :meth:`Vision.encode`."""
         words = np.frombuffer(hashlib.shake_128(digest).digest(4 * self.n_tokens), np.uint32)
         self.ids = [-1 - int(word) for word in words]
@@ -199,7 +197,7 @@ class Vision:
         self._asked = 0
         self.name = os.path.basename(mmproj)
         self._path = mmproj
-        self._cache: collections.OrderedDict[bytes, npt.NDArray[np.float32]] = collections.OrderedDict()
+        self.embeddings = Embeddings()
         params = mtmd.mtmd_context_params_default()
         params.media_marker = self._marker_bytes
         params.print_timings = False
@@ -356,13 +354,13 @@ class Vision:
         :raises OutOfMemory: the device refuses memory that the budget allows.
         :raises BadArgument: the tower fails with this image or sound.
         """
-        known = self._cache.pop(picture.digest, None)
-        picture.embedding = self._encode(picture) if known is None else known
-        self._cache[picture.digest] = picture.embedding
-        while sum(each.nbytes for each in self._cache.values()) > CACHE_BYTES:
-            self._cache.popitem(last=False)
+        embedding = self.embeddings.get(picture.digest)
+        if embedding is None:
+            embedding = self._encode(picture)
+            self.embeddings.put(picture.digest, embedding)
+        picture.embedding = embedding
 
-    def _encode(self, picture: Picture) -> npt.NDArray[np.float32]:
+    def _encode(self, picture: Picture) -> Embedding:
         device = self._runtime.device
         while True:
             generation = device.stats().budget_generation if device else 0
@@ -389,7 +387,7 @@ class Vision:
                 raise OutOfMemory("the device refused memory for an image or sound: another program uses it")
             raise BadArgument(f"the tower fails with this image or sound: {reason}", field="images")
         n_embd = int(llama_cpp.llama_model_n_embd_inp(self._runtime.llama.model))
-        return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (picture.n_tokens, n_embd)).copy()
+        return copied(np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._context), (picture.n_tokens, n_embd)))
 
     def decode(self, seq: int, picture: Picture) -> None:
         """Prefills an encoded picture at the end of sequence ``seq``. After an error the sequence is as before, or
