@@ -18,8 +18,10 @@ from PIL import Image
 import frameshard
 import mutants
 from frameshard.broker.frameblock import FrameBlockMemory
-from frameshard.errors import BadModel
+from frameshard.engine import vision
+from frameshard.errors import BadArgument, BadModel
 from frameshard.frame import FrameBlock
+from frameshard.wire import messages as m
 from servers import until
 
 MIB = 1 << 20
@@ -176,6 +178,48 @@ def test_wrong_images_fail_their_job_alone(resident: EngineProcess, expected: li
     gone = {**encoded, "stride": 0, "path": "/proc/self/fd/999999", "size": 5}
     assert resident.run(QUESTION, images=[gone])[-1]["error"]["name"] == "bad_argument"
     assert answers(resident, 1) == expected[:1]
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> m.Image:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return m.Image("encoded", file.getvalue())
+
+
+def test_files_are_read_as_they_look() -> None:
+    """Grey values of 16 bits, and photos of a camera that was held upright."""
+    grey = np.linspace(0, 255, 64).astype(np.uint8).reshape(1, 64).repeat(2, 0)
+    known = vision.Image.read(encoded(Image.fromarray(grey)))
+    deep = vision.Image.read(encoded(Image.fromarray(grey.astype(np.uint16) * 257)))
+    assert deep == known
+    assert known.pixels[:12] == b"".join(bytes([value]) * 3 for value in grey[0, :4])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    turned = vision.Image.read(encoded(Image.fromarray(grey), "JPEG", exif=exif))
+    assert (turned.width, turned.height) == (2, 64)
+    assert turned.pixels[0] < 30 < 220 < turned.pixels[-1]
+
+
+NO_IMAGE = r"is no PNG or JPEG .*, or damaged or cut off$"
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        (encoded(Image.new("L", (14_000, 14_000))), "has 1 to 16777216 pixels"),
+        (encoded(Image.new("L", (10_000, 10_000))), "has 1 to 16777216 pixels"),
+        (m.Image("encoded", b"no picture"), NO_IMAGE),
+        (
+            m.Image("encoded", encoded(Image.new("L", (99, 99))).data[:60]),
+            NO_IMAGE,
+        ),
+    ],
+    ids=["196 megapixels", "100 megapixels", "text", "cut off"],
+)
+@pytest.mark.filterwarnings("error")
+def test_files_that_are_no_images_are_refused(image: m.Image, why: str) -> None:
+    with pytest.raises(BadArgument, match=why):
+        vision.Image.read(image)
 
 
 def test_a_prompt_of_images_that_does_not_fit(resident: EngineProcess) -> None:

@@ -138,16 +138,21 @@ def _read(path: str, size: int) -> bytes:
 def _decode(data: bytes) -> Image:
     try:
         from PIL import Image as Pillow
+        from PIL import ImageOps
     except ImportError:
         raise Unsupported("PNG and JPEG images need Pillow: pip install 'frameshard[vision]'") from None
+    Pillow.MAX_IMAGE_PIXELS = None  # the limit here is lower
     try:
         with Pillow.open(io.BytesIO(data), formats=_FORMATS) as opened:
             _check_size(opened.width, opened.height)
-            return Image(opened.width, opened.height, opened.convert("RGB").tobytes())
+            upright = ImageOps.exif_transpose(opened)
+            if upright.mode.startswith("I"):  # 16 bits; convert() would take all values above 255 as white
+                upright = Pillow.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            return Image(upright.width, upright.height, upright.convert("RGB").tobytes())
     except FrameshardError:
         raise
-    except Exception as error:  # Pillow's decoders raise many types of exceptions on damaged files
-        raise BadArgument(f"an image is no PNG or JPEG (or sound), or cut off: {error}", field="images") from None
+    except Exception:  # Pillow's decoders raise many types of exceptions on damaged files
+        raise BadArgument("an image is no PNG or JPEG (or sound), or damaged or cut off", field="images") from None
 
 
 class Picture:
