@@ -103,7 +103,7 @@ class Image:
         """
         data = _read(image.path, image.size) if image.path else image.data
         if image.format == "encoded":
-            return Sound(data) if is_sound(data) else _decode(data)
+            return Sound.read(data) if is_sound(data) else _decode(data)
         width, height, channels = image.width, image.height, _CHANNELS[image.format]
         row = width * channels
         stride = image.stride or row
@@ -319,7 +319,7 @@ class Vision:
         if not MIN_SECONDS * rate <= n_samples <= MAX_SECONDS * rate:
             mtmd.mtmd_bitmap_free(bitmap)
             raise BadArgument(
-                f"a sound is {n_samples / rate:.3g} s long: it must be from {MIN_SECONDS:g} to {MAX_SECONDS} s long",
+                f"a sound is {n_samples / rate:.4g} s long: it must be from {MIN_SECONDS:g} to {MAX_SECONDS} s long",
                 field="images",
             )
         return bitmap
@@ -357,11 +357,17 @@ class Vision:
         :raises DecodeAborted: the runtime was aborted.
         :raises BudgetBelowFloor: the budget has no room for an image of this size; the error has the budget it needs.
         :raises OutOfMemory: the device refuses memory that the budget allows.
-        :raises BadArgument: the tower fails with this image or sound.
+        :raises BadArgument: the tower fails with this image or sound, or computes NaN or infinity from it.
         """
         embedding = self.embeddings.get(picture.digest)
         if embedding is None:
             embedding = self._encode(picture)
+            if not np.isfinite(embedding).all():  # it would spoil the KV cells of its sequence
+                raise BadArgument(
+                    "the tower computes NaN or infinity from this image or sound: a sound may have samples that are no"
+                    " numbers, or far too large",
+                    field="images",
+                )
             self.embeddings.put(picture.digest, embedding)
         picture.embedding = embedding
 
