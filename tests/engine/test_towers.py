@@ -18,7 +18,12 @@ import tiny_towers
 from frameshard.engine.sounds import tone
 
 DRIVER = Path(__file__).parent / "tower_driver.py"
-INPUTS = {"vision": ("200x150", "96x300", "700x650"), "audio": ("1", "7.5"), "both": ("1", "200x150", "7.5", "700x650")}
+INPUTS = {
+    "vision": ("200x150", "200x150~", "96x300", "700x650"),
+    "audio": ("1", "1~", "7.5"),
+    "both": ("1", "1~", "200x150", "7.5", "700x650"),
+}
+IMAGE = {"format": "rgb", "width": 60, "height": 60, "data": bytes(range(180)) * 60}
 
 
 def encoded(
@@ -37,13 +42,14 @@ def encoded(
 def test_embeddings_are_those_of_libmtmd(name: str, tmp_path: Path) -> None:
     tower = tiny_towers.TOWERS[name]
     model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
-    tiny_models.make(tower.model, model)
+    tiny_models.make(tower.model, model, marks=tiny_towers.MARKS)
     tiny_towers.make(name, mmproj)
     inputs = INPUTS[tower.kind]
-    expected, _ = encoded(model, mmproj, "cpu", tmp_path / "cpu.npz", inputs)
-    first = expected["all 0"]
+    expected, figures = encoded(model, mmproj, "cpu", tmp_path / "cpu.npz", inputs)
+    first, second = (expected[f"all {begin}"] for begin in figures["begins"][:2])
     assert first.std() > 1e-3
-    assert not np.array_equal(first, expected[f"all {len(expected) - 1}"])
+    assert first.shape == second.shape
+    assert np.linalg.norm(first - second) > 1e-2 * np.linalg.norm(first)
     found, figures = encoded(model, mmproj, "emulated", tmp_path / "emulated.npz", inputs)
     for i in range(len(expected)):
         known = expected[f"all {i}"]
@@ -166,3 +172,66 @@ def test_an_image_for_which_the_device_has_no_memory(tmp_path: Path) -> None:
             assert ends[1]["ev"] == "done"
             return
     pytest.fail("no allocation of an image was refused")
+
+
+@pytest.mark.parametrize("tried", [False, True], ids=["new", "tried with its own model"])
+def test_a_tower_whose_tokens_the_vocabulary_lacks(
+    tried: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own, other, mmproj = (tmp_path / name for name in ("own.gguf", "other.gguf", "mmproj.gguf"))
+    tiny_models.make("llama", own, marks=tiny_towers.MARKS)
+    tiny_models.make("llama", other)
+    tiny_towers.make("idefics3", mmproj)
+    fields: dict[str, Any] = {"mmproj": str(mmproj), "device": "cpu", "n_ctx": 512, "n_parallel": 1}
+    if tried:
+        with engine(own, **fields) as child:
+            assert child.run("What is this?", images=[IMAGE], params={"max_tokens": 1})[-1]["ev"] == "done"
+    child = EngineProcess()
+    try:
+        event = child.load(other, **fields)
+    finally:
+        child.close()
+    assert (event["ev"], event["error"]["name"]) == ("fatal", "bad_model")
+    assert "tokens that this model's vocabulary lacks" in event["error"]["message"]
+
+
+def test_an_image_that_a_prompt_has_twice_is_encoded_once(tmp_path: Path) -> None:
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("llama", model)
+    tiny_towers.make("internvl", mmproj)
+    fields: dict[str, Any] = {"mmproj": str(mmproj), "device": "emulated", "n_ctx": 1024, "n_parallel": 1}
+    with engine(model, **fields, kv_cache_bytes=0) as child:
+        graphs = []
+        for _ in range(2):
+            before = child.stats()["graphs"]
+            assert child.run("What is this?", images=[IMAGE] * 2, params={"max_tokens": 1})[-1]["ev"] == "done"
+            graphs.append(child.stats()["graphs"] - before)
+    assert graphs[0] == graphs[1] + 1  # that of the tower
+
+
+REFUSING = """
+import sys
+from frameshard.engine import process, vision
+decode, calls = vision.mtmd.mtmd_helper_decode_image_chunk, []
+def refuse_once(*args):
+    calls.append(args)
+    return -2 if len(calls) == 1 else decode(*args)
+vision.mtmd.mtmd_helper_decode_image_chunk = refuse_once
+sys.exit(process.main())
+"""
+"""An engine in which llama.cpp gets no memory for the first decode of an image."""
+
+
+def test_an_image_whose_decode_gets_no_memory_fails_alone(tmp_path: Path) -> None:
+    model, mmproj, program = (tmp_path / name for name in ("model.gguf", "mmproj.gguf", "refusing.py"))
+    tiny_models.make("llama", model)
+    tiny_towers.make("internvl", mmproj)
+    program.write_text(REFUSING)
+    child = EngineProcess(program=[str(program)])
+    try:
+        child.load(model, mmproj=str(mmproj), device="emulated", n_ctx=512, n_parallel=1, n_ubatch=128)
+        ends = [child.run("What is this?", images=[IMAGE], params={"max_tokens": 2})[-1] for _ in range(2)]
+    finally:
+        child.close()
+    assert (ends[0]["ev"], ends[0]["error"]["name"], ends[1]["ev"]) == ("failed", "out_of_memory", "done")

@@ -1,9 +1,11 @@
 """Encodes pictures, for test_towers.py: python tower_driver.py MODEL MMPROJ DEVICE OUT.npz INPUT...
 
-An input is an image's size, WxH, or seconds of sound. On the shard device everything is encoded once more, with the
-least budget that is enough. It is a process of its own, because there is one device per process.
+An input is an image's size, WxH, or seconds of sound; with ~ behind it, it has the same size and is another one. On the
+shard device everything is encoded once more, with the least budget that is enough. It is a process of its own, because
+there is one device per process.
 
-It prints the budget that each picture needs, for each pass, and the peak of the second pass, in bytes.
+It prints the index of the first picture of each input, the budget that each picture needs, for each pass, and the peak
+of the second pass, in bytes.
 """
 
 from __future__ import annotations
@@ -23,23 +25,25 @@ from frameshard.wire.engine import EngineConfig
 
 
 def read(text: str) -> vision.Image | Sound:
+    other, text = text.endswith("~"), text.removesuffix("~")
     if "x" not in text:
-        return tone(float(text))
+        return tone(float(text), rate=8_000 if other else 16_000)
     width, height = map(int, text.split("x"))
-    pixels = np.random.default_rng(width * height).integers(0, 256, 3 * width * height, dtype=np.uint8)
+    pixels = np.random.default_rng(width * height + other).integers(0, 256, 3 * width * height, dtype=np.uint8)
     return vision.Image(width, height, pixels.tobytes())
 
 
 def main(model: str, mmproj: str, device: str, out: str, *inputs: str) -> None:
     config = EngineConfig(model=model, mmproj=mmproj, device=device, n_ctx=1024, n_parallel=1, n_threads=1)
     found: dict[str, npt.NDArray[np.float32]] = {}
-    figures: dict[str, Any] = {"floors": []}
+    figures: dict[str, Any] = {"begins": [], "floors": []}
     with Runtime.load(config) as runtime:
         tower = vision.Vision(runtime, mmproj)
+        tower.embeddings.set_limit(0)  # the second encode must not come from there
         pictures = []
         for each in map(read, inputs):
+            figures["begins"].append(len(pictures))
             parts = tower.tokenize(tower.marker, [each], add_special=True)
-        tower.embeddings.set_limit(0)  # the second encode must not come from there
             pictures += [part for part in parts if isinstance(part, vision.Picture)]
         shards = runtime.device
 

@@ -23,6 +23,27 @@ TOWERS: dict[str, Tower] = {
 }
 
 
+MARKS = dict.fromkeys(
+    (
+        "\n\n",
+        "<image>",
+        "</image>",
+        "<slice>",
+        "</slice>",
+        "<fake_token_around_image>",
+        "<global-img>",
+        "<im_start>",
+        "<im_end>",
+        "<patch_start>",
+        "<patch_end>",
+        "<patch_newline>",
+        "<|img_thumbnail|>",
+    ),
+    4,
+)
+"""The tokens that some towers put around images, for :func:`tiny_models.make`. libmtmd demands them."""
+
+
 def make(name: str, path: Path) -> None:
     """Writes the tower ``name`` of :data:`TOWERS` to ``path``."""
     tower = TOWERS[name]

@@ -616,12 +616,19 @@ class Runtime:
                     floor_bytes=needed,
                 ) from error
         if isinstance(error, OutOfMemory):
-            self.check_file()
-            if placement is not None and (left := placement.left_bytes) is not None:
-                raise VramTaken(
-                    f"other programs leave {left >> 20} MiB of VRAM, and a decode needs more: free some there"
-                ) from error
+            raise self.without_memory(error)
         raise error
+
+    def without_memory(self, error: OutOfMemory) -> OutOfMemory:
+        """The reason why a decode got no memory: other programs have it, or else that of ``error``.
+
+        :raises BadModel: the model file was changed.
+        """
+        self.check_file()
+        left = None if self._abort or self.placement is None else self.placement.left_bytes
+        if left is None:
+            return error
+        return VramTaken(f"other programs leave {left >> 20} MiB of VRAM, and a decode needs more: free some there")
 
     def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
         """Appends ``tokens`` to sequence ``seq`` in steps that fit the budget. Raises the errors of :meth:`decode`, but

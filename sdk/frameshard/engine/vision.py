@@ -255,6 +255,7 @@ class Vision:
         :param prompt: text with one :attr:`marker` for each of ``images``. Control tokens in it are parsed.
         :param add_special: add BOS.
         :raises BadArgument: libmtmd cannot use an image or sound.
+        :raises BadModel: the vocabulary lacks tokens that the tower puts around images.
         :raises Unsupported: the tower reads only images, or only sounds.
         """
         chunks = mtmd.mtmd_input_chunks_init()
@@ -262,9 +263,9 @@ class Vision:
         tiles: collections.Counter[bytes] = collections.Counter()
         bitmaps: list[Any] = []
         try:
-            for image in images:
+            for i, image in enumerate(images):
                 bitmaps.append(self._bitmap(image))
-                mtmd.mtmd_bitmap_set_id(bitmaps[-1], image.digest.hex().encode())
+                mtmd.mtmd_bitmap_set_id(bitmaps[-1], f"{i} {image.digest.hex()}".encode())
             data = prompt.encode("utf-8", "replace")
             text = mtmd.mtmd_input_text(data, len(data), add_special, True)
             array = (ctypes.c_void_p * max(1, len(bitmaps)))(*bitmaps)
@@ -274,20 +275,32 @@ class Vision:
             for i in range(mtmd.mtmd_input_chunks_size(chunks)):
                 chunk = mtmd.mtmd_input_chunks_get(chunks, i)
                 if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
-                    parts.append(_tokens(chunk))
+                    parts.append(self._tokens(chunk))
                     continue
                 # An image may be cut into tiles. Their order depends only on its size, so the index identifies a tile.
                 # DeepSeek V4's tower puts up to three tokens in front of an image, as its place in the prompt needs.
-                image = mtmd.mtmd_input_chunk_get_id(chunk)
-                which = (tiles[image], int(mtmd.mtmd_input_chunk_get_n_tokens(chunk)))
-                digest = hashlib.sha256(image + np.array(which, "<u4").tobytes()).digest()
-                tiles[image] += 1
+                bitmap = mtmd.mtmd_input_chunk_get_id(chunk)
+                which = (tiles[bitmap], int(mtmd.mtmd_input_chunk_get_n_tokens(chunk)))
+                digest = hashlib.sha256(bitmap.split()[1] + np.array(which, "<u4").tobytes()).digest()
+                tiles[bitmap] += 1
                 parts.append(Picture(mtmd.mtmd_input_chunk_copy(chunk), digest))
             return parts
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
             for bitmap in bitmaps:
                 mtmd.mtmd_bitmap_free(bitmap)
+
+    def _tokens(self, chunk: Any) -> list[int]:
+        """The tokens of a chunk of text."""
+        n = ctypes.c_size_t()
+        found = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
+        tokens = [int(found[i]) for i in range(n.value)]
+        if any(not 0 <= token < self._runtime.n_vocab for token in tokens):  # libmtmd has -1 for a token it misses
+            raise BadModel(
+                f"{self.name} needs tokens that this model's vocabulary lacks: it is the tower of another model",
+                path=self._path,
+            )
+        return tokens
 
     def _together(self, picture: Picture) -> bool:
         """Whether each token of the picture sees all others of it, so that one step must decode them."""
@@ -326,18 +339,19 @@ class Vision:
 
     def try_out(self) -> None:
         """Encodes a small image, a tone or both, so that a damaged tower fails at launch and not in a job. A file that
-        has passed is not tried again on the same device until the file changes. If libmtmd aborts, the process ends.
+        has passed is not encoded again on the same device until the file changes. If libmtmd aborts, the process ends.
 
-        :raises BadModel: the tower fails, or the embeddings are not finite.
+        :raises BadModel: the tower fails, the embeddings are not finite, or the tower is that of another model.
         """
         passed = models.verdict("tower", [Path(self._path)], LLAMA_CPP_PYTHON, self._runtime.device_name)
-        if passed.exists():
-            return
-        _logger.warning("trying %s with a small input; that is done once for a file", self.name)
         grey = Image(TRY_SIDE, TRY_SIDE, bytes(range(256)) * (3 * TRY_SIDE * TRY_SIDE // 256))
         try:
             inputs = [grey] * self._sees + [tone(1.0)] * self._hears
-            for part in self.tokenize(self._marker * len(inputs), inputs, add_special=False):
+            parts = self.tokenize(self._marker * len(inputs), inputs, add_special=False)
+            if passed.exists():
+                return
+            _logger.warning("trying %s with a small input; that is done once for a file", self.name)
+            for part in parts:
                 if isinstance(part, Picture) and not np.isfinite(self._encode(part)).all():
                     raise BadModel(
                         f"{self._path} computes NaN or infinity from its input: its weights are damaged, or its numbers"
@@ -407,6 +421,8 @@ class Vision:
         :raises DecodeAborted: the runtime was aborted.
         :raises ContextOverflow: the sequence has no room for it.
         :raises BudgetBelowFloor: the budget has no room for it, and its tokens must be decoded together.
+        :raises VramTaken: other programs hold too much of the VRAM that the budget allows.
+        :raises OutOfMemory: the device or the host refuses the memory.
         """
         assert picture.embedding is not None
         runtime, past = self._runtime, self._runtime.length(seq)
@@ -445,19 +461,15 @@ class Vision:
             return
         if code == 1:
             raise ContextOverflow("no room in the key-value cache", n_ctx=runtime.n_ctx_seq)
-        raise FrameshardError(f"decoding an image failed with {code}")
+        if code == -2:
+            raise runtime.without_memory(OutOfMemory(f"memory for an image was refused: {llamalog.last_errors()}"))
+        raise FrameshardError(f"decoding an image failed with {code}: {llamalog.last_errors()}")
 
     def close(self) -> None:
         """Frees the tower. Safe to call twice."""
         if self._context:
             mtmd.mtmd_free(self._context)
             self._context = None
-
-
-def _tokens(chunk: Any) -> list[int]:
-    n = ctypes.c_size_t()
-    tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
-    return [int(tokens[i]) for i in range(n.value)]
 
 
 def _bytes(pixels: bytes) -> Any:
