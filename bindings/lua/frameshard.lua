@@ -111,6 +111,8 @@ typedef struct fs_model {
   const char *embedder;
   uint64_t thinks;
   const char *passed_over;
+  uint64_t sees;
+  uint64_t hears;
 } fs_model;
 fs_status fs_get_model(const fs_client *client, fs_model *model);
 typedef struct fs_logit_bias {
@@ -1011,8 +1013,8 @@ end
 
 --- Returns a table about the loaded model: `name`, `arch`, `device`, `n_ctx`, `n_parallel`, `n_vocab`, `n_layer`,
 -- `chat`, `floor_bytes`, `full_bytes`, `plan_json`, `pid`, `connect_file`, `vision`, `fingerprint`,
--- `template_fingerprint`, `http_url`, `http_key`, `embedder`, `thinks`, `passed_over`; fs_model in frameshard.h says
--- what they mean. Raises an error before "ready".
+-- `template_fingerprint`, `http_url`, `http_key`, `embedder`, `thinks`, `passed_over`, `sees`, `hears`; fs_model in
+-- frameshard.h says what they mean. Raises an error before "ready".
 function Sidecar:model()
   local model = ffi.new("fs_model")
   model.struct_size = ffi.sizeof(model)
@@ -1039,6 +1041,8 @@ function Sidecar:model()
     embedder = ffi.string(model.embedder),
     thinks = model.thinks ~= 0,
     passed_over = ffi.string(model.passed_over),
+    sees = model.sees ~= 0,
+    hears = model.hears ~= 0,
   }
 end
 

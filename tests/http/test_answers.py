@@ -15,6 +15,7 @@ import trio
 from PIL import Image
 
 import frameshard
+import tiny_audio
 import tiny_models
 import tiny_towers
 from frameshard.engine.sounds import tone
@@ -188,6 +189,16 @@ def test_a_sound_is_heard(tmp_path: Path) -> None:
         assert heard.json["usage"]["prompt_tokens"] > ask().json["usage"]["prompt_tokens"]
         broken = ask(sound("no base64"))
         assert (broken.status, broken.error["param"]) == (400, "messages[0].content[1].input_audio")
+        assert http.ask("GET", "/props").json["modalities"] == {"vision": True, "audio": True}
+
+
+def test_a_tower_that_only_hears_is_told(tmp_path: Path) -> None:
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    tiny_models.make("llama", model, n_layer=1, chat_template=tiny_models.CHATML)
+    tiny_audio.make(mmproj)
+    options: dict[str, Any] = {"model": str(model), "mmproj": str(mmproj), "device": "cpu"}
+    with sidecar(tmp_path, **options, n_ctx=512) as (connect_file, _), server(connect_file) as http:
+        assert http.ask("GET", "/props").json["modalities"] == {"vision": False, "audio": True}
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -321,6 +321,8 @@ typedef struct fs_model {
     const char *embedder;             /* name of the sentence encoder's file; "" if there is none */
     uint64_t thinks;                  /* 1: it can think before it answers: fs_job_options.thinking */
     const char *passed_over; /* why better devices were not taken, on a line each; "": the best was, or a named one */
+    uint64_t sees;           /* 1: jobs may have images */
+    uint64_t hears;          /* 1: jobs may have sounds, in the place of images */
 } fs_model;
 
 /* Fills *model. Returns FS_CONNECTION_LOST before FS_EVENT_READY. [client] */

@@ -726,6 +726,8 @@ fs_status fs_get_model(const fs_client *client, fs_model *model) {
         found.embedder = client->model_embedder.c_str();
         found.thinks = info["thinks"].get<bool>() ? 1 : 0;
         found.passed_over = client->model_passed_over.c_str();
+        found.sees = info["sees"].get<bool>() ? 1 : 0;
+        found.hears = info["hears"].get<bool>() ? 1 : 0;
         fill(model, model->struct_size, found);
     });
 }

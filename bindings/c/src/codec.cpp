@@ -178,6 +178,8 @@ const Table kModelInfo = {
     {"embedder", Type::Text, 0, 4096, nullptr, false, "\"\""},
     {"thinks", Type::Bool, 0, 0, nullptr, false, "false"},
     {"passed_over", Type::Text, 0, 4096, nullptr, false, "\"\""},
+    {"sees", Type::Bool, 0, 0, nullptr, false, "false"},
+    {"hears", Type::Bool, 0, 0, nullptr, false, "false"},
 };
 const Table kServerLimits = {
     {"message_bytes", Type::Int, 0, kMost},

@@ -65,6 +65,8 @@ def ready(runtime: Runtime, vision: Vision | None, load_s: float) -> em.Ready:
             template_fingerprint=_template_fingerprint(model.chat_template),
             thinks=runtime.tokenizer.thinking is not None,
             passed_over=_cut("\n".join(runtime.passed_over)),
+            sees=vision is not None and vision.sees,
+            hears=vision is not None and vision.hears,
         ),
         vram_budget_bytes=runtime.vram_budget_bytes,
         n_ubatch=runtime.n_ubatch,

@@ -230,8 +230,8 @@ class Vision:
                 " take a newer conversion",
                 path=mmproj,
             )
-        self._sees = bool(mtmd.mtmd_support_vision(self._context))
-        self._hears = bool(mtmd.mtmd_support_audio(self._context))
+        self.sees = bool(mtmd.mtmd_support_vision(self._context))
+        self.hears = bool(mtmd.mtmd_support_audio(self._context))
 
     def _on_node(self, _tensor: object, ask: bool, _data: object) -> bool:
         """Callback of ggml's scheduler, so that an encode on the CPU can be aborted and counts its progress.
@@ -321,8 +321,8 @@ class Vision:
             )
 
     def _bitmap(self, image: Image | Sound) -> Any:
-        if not (self._hears if isinstance(image, Sound) else self._sees):
-            raise Unsupported(f"{self.name} reads {'images' if self._sees else 'sounds'} only")
+        if not (self.hears if isinstance(image, Sound) else self.sees):
+            raise Unsupported(f"{self.name} reads {'images' if self.sees else 'sounds'} only")
         if isinstance(image, Image):
             return mtmd.mtmd_bitmap_init(image.width, image.height, _bytes(image.pixels))
         bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, _bytes(image.data), len(image.data), False)
@@ -346,7 +346,7 @@ class Vision:
         passed = models.verdict("tower", [Path(self._path)], LLAMA_CPP_PYTHON, self._runtime.device_name)
         grey = Image(TRY_SIDE, TRY_SIDE, bytes(range(256)) * (3 * TRY_SIDE * TRY_SIDE // 256))
         try:
-            inputs = [grey] * self._sees + [tone(1.0)] * self._hears
+            inputs = [grey] * self.sees + [tone(1.0)] * self.hears
             parts = self.tokenize(self._marker * len(inputs), inputs, add_special=False)
             if passed.exists():
                 return

@@ -221,7 +221,7 @@ class Pages:
                 "default_generation_settings": {"n_ctx": model.n_ctx},
                 "total_slots": model.n_parallel,
                 "model_path": model.name,
-                "modalities": {"vision": bool(model.vision), "audio": False},
+                "modalities": {"vision": model.sees, "audio": model.hears},
                 "device": model.device,
             }
         )

@@ -357,6 +357,8 @@ class ModelInfo:
         "Why better devices than `device` were not taken, on a line each; empty: the best was taken, or the launch"
         " named it.",
     ] = ""
+    sees: Annotated[bool, "True if jobs may have images: the vision tower reads them."] = False
+    hears: Annotated[bool, "True if jobs may have sounds, in the place of images: the vision tower reads them."] = False
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,8 @@ namespace Frameshard
             internal IntPtr Embedder;
             internal ulong Thinks;
             internal IntPtr PassedOver;
+            internal ulong Sees;
+            internal ulong Hears;
         }
 
         [StructLayout(LayoutKind.Sequential)]

@@ -1001,6 +1001,7 @@ namespace Frameshard
                     HttpUrl = Utf8.Read(native.HttpUrl), HttpKey = Utf8.Read(native.HttpKey),
                     Embedder = Utf8.Read(native.Embedder),
                     Thinks = native.Thinks != 0, PassedOver = Utf8.Read(native.PassedOver),
+                    Sees = native.Sees != 0, Hears = native.Hears != 0,
                 };
             }
         }

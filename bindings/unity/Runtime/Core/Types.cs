@@ -708,6 +708,10 @@ namespace Frameshard
         /// <summary>Why better devices than <see cref="Device"/> were not taken, on a line each; empty: the best was
         /// taken, or the launch named it.</summary>
         public string PassedOver { get; internal set; }
+        /// <summary>True if jobs may have images.</summary>
+        public bool Sees { get; internal set; }
+        /// <summary>True if jobs may have sounds, in the place of images.</summary>
+        public bool Hears { get; internal set; }
     }
 
     /// <summary>What <see cref="Sidecar.SaveKvAsync"/> has written or <see cref="Sidecar.LoadKvAsync"/> has
