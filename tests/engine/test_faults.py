@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def test_a_failed_compute_ends_the_engine(model_path: Path) -> None:
         job = child.submit(CASTLE, params={"max_tokens": 200})
         child.wait_for("token", job=job)
         assert child.wait_for("fatal", "done", "failed")["ev"] == "fatal"
+        assert child.process.wait(60) == 3
+    finally:
+        child.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has weights on disk")
+def test_a_disk_that_fails_is_the_reason_why_the_engine_ends(own_deep_model: Path) -> None:
+    child = EngineProcess(faults="disk_fail=40")
+    try:
+        ready = child.load(own_deep_model, **FIELDS)
+        assert ready["ev"] == "ready"
+        vram = ready["model"]["floor_bytes"]
+        child.budget(vram, host_bytes=1)
+        child.wait_for("refused")  # host memory is measured anew
+        child.budget(vram, host_bytes=child.stats()["host"]["floor_bytes"])
+        assert child.wait_for("refused", "released")["ev"] == "released"
+        child.submit(CASTLE, params={"max_tokens": 200})
+        why = child.wait_for("fatal", "done", "failed")
+        assert why["ev"] == "fatal"
+        assert "the model file cannot be read: the emulated disk has failed" in why["error"]["message"]
         assert child.process.wait(60) == 3
     finally:
         child.close()

@@ -18,6 +18,8 @@ _OF_ABORTS = (  # not logged: llama.cpp logs these as errors when frameshard sto
 )
 # Not logged: a decode for which the budget has no room. It is made again in smaller steps, or its error says this.
 _OF_REFUSALS = ("failed with error -2", "compute status: -2", "failed to decode, ret = -2")
+# Logged, but not kept: llama.cpp says that a graph has failed. The device has said why before.
+_OF_FAILURES = ("failed with error -1", "compute status: -1", "ret = -3")
 _errors: collections.deque[str] = collections.deque(maxlen=3)
 
 
@@ -28,7 +30,7 @@ def _on_log(level: int, text: bytes, _data: object) -> None:
             return
         if not any(part in line for part in _OF_REFUSALS):
             logger.log(_LEVELS[level], "%s", line)
-        if level == 4:
+        if level == 4 and not any(part in line for part in _OF_FAILURES):
             _errors.append(line)
 
 
