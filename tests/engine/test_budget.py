@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
+from frameshard.engine.budgets import Budgets
+from frameshard.errors import DeadlineMissed, OutOfMemory
+from frameshard.wire import engine as em
 from servers import until
 
 CASTLE = user("Who lives in the old castle?")
@@ -256,3 +262,50 @@ def test_planned_mode_keeps_its_budget(model_path: Path) -> None:
         assert stats["used_bytes"] <= 80 * MIB
         assert stats["peak_bytes"] <= 100 * MIB
         assert stats["cpu_bytes"] + stats["streamed_bytes"] > 0
+
+
+class _Device:
+    """Stands for the shard device of a parked engine, whose VRAM another program has meanwhile."""
+
+    def stats(self) -> Any:
+        return SimpleNamespace(used_bytes=0, floor_bytes=10)
+
+    def set_budget(self, vram_bytes: int) -> None:
+        pass
+
+
+class _Host:
+    """Stands for the host memory. A lower budget takes effect later."""
+
+    observed_bytes = None
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+
+    def check(self, budget_bytes: int) -> None:
+        pass
+
+    def set_budget(self, budget_bytes: int, timeout_s: float) -> None:
+        lower = budget_bytes < self.budget_bytes
+        self.budget_bytes = budget_bytes
+        if lower:
+            raise DeadlineMissed("not yet")
+
+
+def test_a_change_that_is_refused_changes_neither_budget() -> None:
+    """The host budget grows first, and the engine cannot be unparked then."""
+    sent: list[Any] = []
+    link: Any = SimpleNamespace(send=sent.append)
+    host: Any = _Host(100)
+
+    def unpark() -> None:
+        raise OutOfMemory("the device could not be opened again")
+
+    runtime: Any = SimpleNamespace(device=_Device(), floor_lock=threading.Lock(), unpark=unpark)
+    budgets = Budgets(link, lambda change: change(), lambda: None)
+    budgets.parked = True
+    budgets._host = host
+    budgets._carry_out(runtime, em.SetBudget(1, 50, 1.0, parked=False, host_budget_bytes=200))
+    assert isinstance(sent[-1], em.BudgetRefused)
+    assert sent[-1].error.name == "out_of_memory"
+    assert host.budget_bytes == 100

@@ -154,6 +154,7 @@ class Budgets:
         :param deadline: how long to wait for both.
         :returns: whether the host budget is another one than before.
         :raises DeadlineMissed: one of them is not complete. Both are in force all the same.
+        :raises FrameshardError: the change of VRAM has failed. The host budget is the one of before.
         """
         wanted, before = command.host_budget_bytes, self._host.budget_bytes
 
@@ -173,6 +174,10 @@ class Budgets:
                 change()
             except DeadlineMissed as error:
                 late = late or error
+            except Exception:
+                with contextlib.suppress(DeadlineMissed):  # the whole change is refused: what was in force stays
+                    self._host.set_budget(before, 0.0)
+                raise
         if late is not None:
             raise late
         return wanted != before
