@@ -137,9 +137,9 @@ bool MappedFile::read(uint64_t offset, char *to, size_t bytes, std::string &why)
             return false;
         }
         done += (size_t)n;
-        if (done % kUnit != 0 && done < bytes) {
+        if (fd == direct_ && done % kUnit != 0 && done < bytes) {
             done = done / kUnit * kUnit;
-            fd = file_; // an odd number of bytes: the rest as files are read
+            fd = file_; // an odd number of bytes: the rest as files are read, which may be any number at a time
         }
     }
     if (fd == file_) {

@@ -34,7 +34,7 @@ class MappedFile {
     // [any thread] Reads bytes of the file. `offset`, `bytes` and `to` are multiples of kUnit; what lies behind the end of the
     // file is not written. False with a reason: an error of the disk, or the file is no longer what it was.
     bool read(uint64_t offset, char *to, size_t bytes, std::string &why) const;
-    // [any thread] Whether the file's size or time of change is another than when it was found.
+    // [any thread] Whether the file's size or time of modification is another than when it was found.
     bool changed(std::string &why) const;
 
     // [any thread] Whole pages of the mapping become `copy`, memory from reserve_addresses() with the same bytes, which

@@ -15,10 +15,19 @@
 #include <memory>
 #include <numeric>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
 
 using namespace fsd;
+
+// The system's call, or one of a file system that returns an odd number of bytes at most.
+static std::atomic<size_t> most_read_bytes{0}, n_reads{0};
+extern "C" ssize_t pread(int fd, void *to, size_t bytes, off_t offset) {
+    const size_t most = most_read_bytes;
+    n_reads++;
+    return syscall(SYS_pread64, fd, to, most > 0 ? std::min(bytes, most) : bytes, offset);
+}
 
 namespace {
 
@@ -201,6 +210,31 @@ TEST(no_driver_is_asked_for_a_mapped_file) {
     release_addresses(memory, size);
     munmap(map, size);
     fclose(file);
+}
+
+TEST(a_file_may_be_read_in_odd_parts) {
+    constexpr size_t unit = MappedFile::kUnit, size = 20 * unit + 1234;
+    WeightFile weights(size);
+    const std::unique_ptr<MappedFile> file = MappedFile::find(weights.map);
+    CHECK(file);
+    char *copy = reserve_addresses(21 * unit);
+    std::atomic<bool> over{false};
+    std::thread watcher([&] {
+        while (!over) {
+            CHECK(n_reads < 10000); // it would go on for ever
+            std::this_thread::yield();
+        }
+    });
+    std::string why;
+    for (size_t most : {unit - 1, unit + 1, size_t{700}}) {
+        most_read_bytes = most;
+        memset(copy, 0, 21 * unit);
+        CHECK(file->read(0, copy, 21 * unit, why) && memcmp(copy, weights.words.data(), size) == 0);
+    }
+    most_read_bytes = 0;
+    over = true;
+    watcher.join();
+    release_addresses(copy, 21 * unit);
 }
 
 // While pages are held and given back again and again, whoever reads the mapping finds the file's bytes.
