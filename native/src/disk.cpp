@@ -62,9 +62,11 @@ DiskRead::State Disk::wait(const Read &read, std::chrono::milliseconds most) {
 }
 
 void Disk::cancel(const Read &read) {
+    std::shared_ptr<char> memory; // freed without the lock; the queue may keep the read for long
     std::lock_guard<std::mutex> lock(mutex_);
     if (read->state == DiskRead::State::queued) {
         read->state = DiskRead::State::dropped;
+        memory = std::move(read->memory);
     }
 }
 

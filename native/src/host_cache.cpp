@@ -115,11 +115,11 @@ bool HostCache::set_room(uint64_t room, size_t n_resident) {
     room -= std::min(room, embedding_room_ + experts_.block_bytes());
     const uint64_t buffer = std::max(least_buffer_, std::min(kMostBuffer, room / 4) / kMiB * kMiB);
     const bool parked = !inner_.copy; // nothing will be taken
-    const uint64_t now = ahead_.bytes();
+    const uint64_t now = ahead_.size();
     if (!parked && (now < least_buffer_ || now > std::max(least_buffer_, room / 3) || now < buffer / 2)) {
         ahead_.resize((size_t)buffer);
     }
-    room -= std::min<uint64_t>(room, ahead_.bytes());
+    room -= std::min<uint64_t>(room, std::max(ahead_.size(), ahead_.bytes()));
     uint64_t left = room;
     const std::vector<int> to_hold = choose(left);
     std::vector<bool> needed;
@@ -130,6 +130,7 @@ bool HostCache::set_room(uint64_t room, size_t n_resident) {
     experts_.set_room(left + experts_.block_bytes(), needed);
     room += experts_.block_bytes();
     held_.want(to_hold, room - std::min(room, std::max(experts_.most_bytes(), experts_.bytes())));
+    settling_ = ahead_.bytes() > ahead_.size() || experts_.bytes() > experts_.most_bytes();
     const bool fewer = note_held(true);
     return fewer || slots != experts_.most_slots();
 }

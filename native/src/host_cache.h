@@ -53,8 +53,9 @@ class HostCache {
     bool adopt();
     // Frees the buffer, until set_room() is called. The streams go away.
     void rest();
-    // Whether set_room() would find more room now for the same: blocks are free by now, or there is no buffer yet.
-    bool is_settling() const { return ahead_.bytes() == 0 || experts_.bytes() > experts_.most_bytes(); }
+    // Whether set_room() would find more room now for the same: reads had memory that may be free by now, or there is no
+    // buffer yet.
+    bool is_settling() const { return settling_ || ahead_.size() == 0; }
     // Whether all of a shard that is not resident can be read in host memory, by the CPU too.
     bool holds_shard(uint32_t shard) const { return !is_open() || held_of_[shard] == Part::all; }
     // The same for so many matrices of single experts at once, and for what else is in the shard.
@@ -116,7 +117,8 @@ class HostCache {
     std::vector<Part> held_of_;     // by shard
     uint64_t least_buffer_ = 0, embedding_room_ = 0;
     size_t n_resident_ = 0;
-    uint64_t room_ = 0; // for weights, embedding included
+    uint64_t room_ = 0;     // for weights, embedding included
+    bool settling_ = false; // reads under way had memory, when the room was divided
     std::atomic<uint64_t> floor_{0}, embedding_bytes_{0};
     DiskCounts counts_;
     HeldWeights held_;

@@ -13,33 +13,66 @@ void ReadAhead::start(Disk &disk, std::vector<FileRange> ranges, std::function<b
 }
 
 void ReadAhead::stop() {
-    drop_slots(0);
+    drop_slots(first_waiting());
+    for (const Disk::Read &read : left_) {
+        disk_->drop(read);
+    }
+    left_.clear();
     slots_.clear();
     freed_.reset();
     order_.clear();
     ranges_.clear();
     base_.reset();
-    bytes_ = 0;
+    size_ = 0;
     next_ = 0;
 }
 
 void ReadAhead::resize(size_t bytes) {
-    drop_slots(0);
+    drop_slots(first_waiting());
     ggml_backend_synchronize(inner_.copy);
     slots_.clear();
     freed_.reset();
-    base_.reset(); // first: both would be too much
-    base_ = bytes > 0 ? inner_.pages(bytes) : nullptr;
-    bytes_ = base_ ? bytes : 0;
+    base_.reset();
+    size_ = bytes;
     next_ = 0;
+    if (!take_memory() && !is_held()) {
+        size_ = 0; // set_room() asks again
+    }
 }
 
-// Drops slots that were not taken, from this one on.
-void ReadAhead::drop_slots(size_t from) {
-    while (slots_.size() > from && !slots_.back().taken) {
-        disk_->drop(slots_.back().read);
-        slots_.pop_back();
+// False: a read under way still has the memory of before, and both would be too much, or the system refuses memory.
+bool ReadAhead::take_memory() {
+    if (base_ || size_ == 0) {
+        return base_ != nullptr;
     }
+    forget_ended();
+    std::shared_ptr<char> memory = is_held() ? nullptr : inner_.pages(size_);
+    if (!memory) {
+        return false;
+    }
+    bytes_ = size_; // before a reader can free it
+    base_ = std::shared_ptr<char>(memory.get(), [this, memory](char *) mutable {
+        memory.reset();
+        bytes_ = 0;
+    });
+    return true;
+}
+
+// Drops slots that were not taken. Reads that have begun go on, into memory that they keep.
+void ReadAhead::drop_slots(size_t from, size_t to) {
+    to = std::min(to, slots_.size());
+    for (size_t i = from; i < to; i++) {
+        disk_->cancel(slots_[i].read);
+        left_.push_back(slots_[i].read);
+    }
+    slots_.erase(slots_.begin() + (ptrdiff_t)from, slots_.begin() + (ptrdiff_t)to);
+    forget_ended();
+}
+
+void ReadAhead::forget_ended() {
+    left_.erase(std::remove_if(left_.begin(), left_.end(),
+                               [this](const Disk::Read &r) { return disk_->state(r) > DiskRead::State::running; }),
+                left_.end());
 }
 
 size_t ReadAhead::first_waiting() const {
@@ -90,10 +123,14 @@ int ReadAhead::next_range() {
 // A place for the next slot, behind the last one; false: there is none yet.
 bool ReadAhead::find_place(size_t bytes, size_t &at) {
     at = slots_.empty() ? 0 : slots_.back().at + slots_.back().bytes;
-    at = at + bytes > bytes_ ? 0 : at;
+    at = at + bytes > size_ ? 0 : at;
     const auto in_the_way = [&](const Slot &s) { return s.at < at + bytes && at < s.at + s.bytes; };
-    if (bytes > bytes_ ||
-        std::any_of(slots_.begin(), slots_.end(), [&](const Slot &s) { return in_the_way(s) && !s.copied; })) {
+    const char *place = base_.get() + at;
+    forget_ended();
+    if (bytes > size_ ||
+        std::any_of(slots_.begin(), slots_.end(), [&](const Slot &s) { return in_the_way(s) && !s.copied; }) ||
+        std::any_of(left_.begin(), left_.end(),
+                    [&](const Disk::Read &r) { return r->to < place + bytes && place < r->to + r->bytes; })) {
         return false;
     }
     while (std::any_of(slots_.begin(), slots_.end(), in_the_way)) {
@@ -104,7 +141,7 @@ bool ReadAhead::find_place(size_t bytes, size_t &at) {
 }
 
 void ReadAhead::read() {
-    for (;;) {
+    while (take_memory()) {
         const int range = next_range();
         const size_t first = first_waiting();
         const bool there = std::any_of(slots_.begin() + (ptrdiff_t)first, slots_.end(),
@@ -121,6 +158,7 @@ void ReadAhead::read() {
         slot.read->offset = r.file->offset_of(r.span());
         slot.read->to = base_.get() + slot.at;
         slot.read->bytes = slot.bytes;
+        slot.read->memory = base_;
         if (freed_ && inner_.quirks.keeps_until_waited) { // no other thread may wait for its events
             ggml_backend_event_synchronize(freed_.get());
         } else {
@@ -140,10 +178,7 @@ void ReadAhead::seek(int range) {
         i++;
     }
     if (i < slots_.size()) { // those before it are not needed: they are held by now, or resident
-        for (size_t k = first; k < i; k++) {
-            disk_->drop(slots_[k].read);
-        }
-        slots_.erase(slots_.begin() + (ptrdiff_t)first, slots_.begin() + (ptrdiff_t)i);
+        drop_slots(first, i);
         return;
     }
     drop_slots(first);
@@ -163,14 +198,18 @@ Taken ReadAhead::take(int range, milliseconds most, const char *&data) {
         first = first_waiting();
     }
     if (first == slots_.size() || slots_[first].range != range) {
-        // It passes since it was asked for, or copies that are under way have all of the buffer, or there is none.
+        // It passes since it was asked for, or copies or reads that are under way have the buffer, or there is none.
         data = nullptr;
         if (passes_(range)) {
             return Taken::yes;
         }
-        if (bytes_ < ranges_[(size_t)range].span_bytes()) {
+        if (size_ < ranges_[(size_t)range].span_bytes() || (!take_memory() && !is_held())) {
+            size_ = base_ ? size_ : 0; // set_room() asks again
             why_ = "the system refuses memory for reads of weights";
             return Taken::failed;
+        }
+        if (!left_.empty()) {
+            disk_->wait(left_.front(), most);
         }
         return Taken::not_yet;
     }

@@ -1,7 +1,8 @@
 // The buffer in host memory through which weights pass that every graph reads from disk.
 //
 // Ranges of files are read ahead of use, in the order of use, as far as the buffer has room. A place is given to another
-// range once the copies from it have run.
+// range once the copies from it have run. Nobody waits for a read that is no longer needed: it goes on, and its place is
+// free when it ends.
 #pragma once
 
 #include "disk.h"
@@ -24,9 +25,12 @@ class ReadAhead {
     // Waits for reads under way, and for copies from the buffer, and frees it.
     void stop();
 
-    // Takes memory of another size. What was read is lost.
+    // Takes memory of another size. What was read is lost. While a read is under way into the memory of before, there is no
+    // other: it is taken when the read has ended.
     void resize(size_t bytes);
-    size_t bytes() const { return bytes_.load(); } // [any thread]
+    size_t size() const { return size_; } // 0: there is no buffer, or the system has refused it
+    // [any thread] Memory that it has, which may be that of before.
+    size_t bytes() const { return bytes_.load(); }
 
     // The order in which ranges will be taken, again and again, or once. Reads begin.
     void follow(const std::vector<int> &ranges, bool again);
@@ -48,7 +52,10 @@ class ReadAhead {
     };
 
     size_t first_waiting() const;
-    void drop_slots(size_t from);
+    bool is_held() const { return bytes_.load() > 0; }
+    bool take_memory();
+    void drop_slots(size_t from, size_t to = SIZE_MAX);
+    void forget_ended();
     int next_range();
     bool find_place(size_t bytes, size_t &at);
     void read();
@@ -58,9 +65,11 @@ class ReadAhead {
     Disk *disk_ = nullptr;
     std::vector<FileRange> ranges_;
     std::function<bool(int)> passes_;
-    std::shared_ptr<char> base_;
+    size_t size_ = 0;
+    std::shared_ptr<char> base_; // of the buffer; null: it is not taken yet
     std::atomic<size_t> bytes_{0};
-    std::deque<Slot> slots_; // those that were taken come first
+    std::deque<Slot> slots_;       // those that were taken come first
+    std::vector<Disk::Read> left_; // under way, and no longer needed
     std::vector<int> order_;
     bool again_ = false;
     size_t next_ = 0;   // to read, in order_

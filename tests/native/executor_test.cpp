@@ -1577,15 +1577,18 @@ LINUX_SCENARIO(a_read_that_fails_ends_one_graph) {
 
 // `all`: experts are not all that is read while graphs run.
 void stall(bool all, bool planned) {
-    const char *number = all ? "40" : "600"; // of the reads: leave_experts() takes fewer
+    const char *number =
+        all ? "2" : "600"; // of the reads: the first are of other weights, leave_experts() takes fewer than 600
     CHECK(fsd::set_environment("FRAMESHARD_FAULTS", (std::string("stuck_ms=3000,disk_stall=") + number).c_str()));
     DiskSession s(config_of(0));
     s.commit();
+    uint64_t host_budget = 0;
     if (all) {
         CHECK(fsd_set_budget((s.floor + s.full) / 2, 0) == FSD_OK);
-        CHECK(fsd_set_host_budget(stats().host_floor_bytes + (1 << 20), 10) == FSD_OK);
+        host_budget = stats().host_floor_bytes + (1 << 20);
+        CHECK(fsd_set_host_budget(host_budget, 10) == FSD_OK);
     } else {
-        s.leave_experts(planned);
+        host_budget = s.leave_experts(planned);
     }
     std::atomic<bool> done{false};
     std::thread changer([&] {
@@ -1593,6 +1596,9 @@ void stall(bool all, bool planned) {
             std::this_thread::yield();
         }
         CHECK(!done.load());
+        CHECK(fsd_set_host_budget(0, 1.5) == FSD_OK);           // a larger buffer for reads ahead
+        CHECK(fsd_set_host_budget(host_budget, 1.5) == FSD_OK); // a smaller one
+        CHECK(stats().host_used_bytes <= host_budget);
         CHECK(fsd_set_budget(s.floor, 1.5) == FSD_OK && stats().used_bytes <= s.floor);
     });
     for (int i = 0; i < 100 && stats().disk_waited_s < 0.5; i++) {
