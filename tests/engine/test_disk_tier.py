@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -226,6 +227,37 @@ with load() as runtime:
     print(json.dumps([before, during, host.parts().processes_bytes, len(caps)]))
 """
 
+OTHERS = """
+import subprocess
+from frameshard.engine import hostmemory
+from frameshard.engine.kvstore import KvStore
+
+with load() as runtime:
+    host = hostmemory.HostMemory(runtime, KvStore(0))
+    os.sync()  # pages that were just written stay
+    runtime.device.set_host_budget(file_bytes // 2)
+    decode(runtime)
+    host.measure()
+    before = host.parts().processes_bytes
+    subprocess.run(["cat", path], stdout=subprocess.DEVNULL, check=True)  # as a backup does
+    read = cached_bytes()
+    host.measure()
+    after, left, observed = host.parts().processes_bytes, cached_bytes(), host.observed_bytes
+    hostcount.ModelPages.cached_bytes = lambda self: None  # as of a file that another user owns
+    subprocess.run(["cat", path], stdout=subprocess.DEVNULL, check=True)
+    host.measure()
+    print(json.dumps([before, read, after, left, observed, host.parts().processes_bytes, host.observed_bytes]))
+"""
+
+UNTOLD = """
+pages = hostcount.ModelPages(path)
+told = pages.cached_bytes()
+pages.forget()
+forgotten = pages.cached_bytes()
+os.seteuid(65534)
+print(json.dumps([told, forgotten, hostcount.ModelPages(path).cached_bytes()]))
+"""
+
 
 def run(script: str, model: Path) -> Any:
     command = [sys.executable, "-c", HEAD + script, str(model)]
@@ -308,3 +340,25 @@ def test_weights_that_are_dropped_meanwhile_do_not_count_as_the_processes(own_de
     before, during, after, n_left = run(COUNTED, own_deep_model)
     assert n_left == 0
     assert max(during, after) < before + (8 << 20)
+
+
+def test_what_another_program_reads_of_the_file_does_not_count_as_the_processes(own_deep_model: Path) -> None:
+    file_bytes = own_deep_model.stat().st_size
+    before, read, after, left, observed, untold, untold_observed = run(OTHERS, own_deep_model)
+    assert read > 0.9 * file_bytes
+    assert left < 8 << 20  # some rows of the embedding
+    assert max(after, untold) < before + (8 << 20)
+    assert abs(untold_observed - observed) < 8 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can become another user")
+def test_pages_of_a_file_that_another_user_owns_are_not_known() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        Path(directory).chmod(0o755)
+        file = Path(directory) / "model.gguf"
+        file.write_bytes(bytes(4 << 20))
+        file.chmod(0o644)
+        os.sync()
+        told, forgotten, untold = run(UNTOLD, file)
+    assert (told, forgotten) == (4 << 20, 0)
+    assert untold is None

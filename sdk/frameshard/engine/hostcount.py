@@ -1,8 +1,8 @@
 """Reads how much host memory processes, files and the machine use, from Linux's /proc. Other systems give no figures.
 
 A page that several processes map is counted once: each process counts its share (PSS). The pages of the model's file
-are counted apart, as the page cache has them (mincore), because the system may keep them although no process maps them.
-They are counted whole, also if another program reads the same file.
+are counted apart and whole, also if another program uses the same file: those that the engine maps, and those that the
+page cache has (mincore), because the system may keep them although no process maps them.
 """
 
 from __future__ import annotations
@@ -96,26 +96,31 @@ class Own:
 
     :param bytes: its share of memory.
     :param mapped_bytes: addresses at which it maps the files.
+    :param resident_bytes: pages of the files that are in memory at these addresses.
     """
 
     bytes: int
     mapped_bytes: int
+    resident_bytes: int
 
 
 def own(model: ModelPages, *, emulated: bool) -> Own:
     """
     :param emulated: whether the device is the emulated one, whose VRAM is memory of this process.
     """
-    total = mapped = pss = size = 0
+    total = mapped = resident = pss = rss = size = 0
     of_file = False
     for line in (PROC / "self" / "smaps").read_bytes().splitlines():
         if line.startswith(b"Pss:"):
             pss = int(line.split()[1]) * KIB
+        elif line.startswith(b"Rss:"):
+            rss = int(line.split()[1]) * KIB
         elif line.startswith(b"Size:"):
             size = int(line.split()[1]) * KIB
         elif line.startswith(b"VmFlags:"):
             if of_file:
                 mapped += size
+                resident += rss
             else:
                 flags = line.split()[1:]
                 if not (emulated and LARGE_PAGES in flags and NO_DUMP not in flags):
@@ -124,7 +129,7 @@ def own(model: ModelPages, *, emulated: bool) -> Own:
             words = line.split(maxsplit=5)
             name = model.names.get(words[4])
             of_file = name is not None and name in words[-1]
-    return Own(total, mapped - model.own_bytes)
+    return Own(total, mapped - model.own_bytes, resident)
 
 
 class ModelPages:
@@ -146,9 +151,14 @@ class ModelPages:
         """Addresses that this object maps."""
         return sum(file.own_bytes for file in self._files)
 
+    def forget(self) -> None:
+        """Drops pages from the page cache that no process maps."""
+        for file in self._files:
+            file.forget()
+
     def cached_bytes(self) -> int | None:
-        """The bytes in the page cache; None if the system does not tell. For a file that this user may not write, Linux
-        tells that all of it is there."""
+        """The bytes in the page cache; None if the system does not tell: of a file that another user owns and that this
+        user may not write, Linux says that all of it is there."""
         total = 0
         for file in self._files:
             cached = file.cached_bytes()
@@ -163,12 +173,14 @@ class _Pages:
 
     def __init__(self, found: ModelFile) -> None:
         self.name = os.fsencode(found.path.name)
+        self._path = found.path
         with open(found.path, "rb") as file:
             status = os.fstat(file.fileno())
             self.inode = str(status.st_ino).encode()
-            begin = found.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-            end = found.offset + found.n_bytes if found.n_bytes else status.st_size
-            self._map = mmap.mmap(file.fileno(), end - begin, access=mmap.ACCESS_READ, offset=begin)
+            self._begin = found.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            n_bytes = (found.offset + found.n_bytes if found.n_bytes else status.st_size) - self._begin
+            self._map = mmap.mmap(file.fileno(), n_bytes, access=mmap.ACCESS_READ, offset=self._begin)
+        self._is_told = status.st_uid == os.geteuid() or os.access(found.path, os.W_OK, effective_ids=True)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._pages = np.empty(-(-len(self._map) // mmap.PAGESIZE), np.uint8)
 
@@ -176,9 +188,13 @@ class _Pages:
     def own_bytes(self) -> int:
         return self._pages.size * mmap.PAGESIZE
 
+    def forget(self) -> None:
+        with contextlib.suppress(OSError), open(self._path, "rb") as file:  # it may have been removed
+            os.posix_fadvise(file.fileno(), self._begin, len(self._map), os.POSIX_FADV_DONTNEED)
+
     def cached_bytes(self) -> int | None:
         libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "mincore"):
+        if not self._is_told or not hasattr(libc, "mincore"):
             return None
         address, n_bytes = ctypes.c_void_p(self._bytes.ctypes.data), ctypes.c_size_t(len(self._map))
         if libc.mincore(address, n_bytes, self._pages.ctypes.data_as(ctypes.c_void_p)) != 0:

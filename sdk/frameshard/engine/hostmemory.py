@@ -108,7 +108,7 @@ class HostMemory:
         self.pressed_bytes = 0
         """The sidecar's own limit while the system is short of memory; 0 for none."""
         self.observed_bytes: int | None = None
-        """What the system counted at the last measurement; None if it does not count."""
+        """What the system counted at the last measurement; None if it does not count, or was not asked yet."""
         self._runtime = runtime
         self._store = store
         self._embeddings = embeddings
@@ -167,35 +167,46 @@ class HostMemory:
                 own = hostcount.own(self._file, emulated=self._runtime.device_name == EMULATED)
                 broker = os.getppid()
                 others = sum(hostcount.process_bytes(pid) for pid in hostcount.family(broker) if pid != os.getpid())
-                cached = self._file.cached_bytes()
+                of_file = self._of_file(self._file, own)
                 parts = self.parts()
                 steady = abs(parts.used_bytes - before) < STEP_BYTES
                 if steady:
                     break
             # What weights have taken or freed meanwhile would be counted as the processes'.
             if steady or not self._processes:
-                self._measured.append(self._of_processes(parts, own, others, cached or 0))
+                self._measured.append(self._of_processes(parts, own, others))
                 self._processes = max(self._measured)
-            self.observed_bytes = None if cached is None else own.bytes + others + cached
+            self.observed_bytes = own.bytes + others + of_file
             self._measured_at = time.monotonic()
             self._took_s = self._measured_at - began_at
             self._give_shares()
         return self.observed_bytes
 
-    def _of_processes(self, parts: Parts, own: hostcount.Own, others_bytes: int, cached_bytes: int) -> int:
-        """What the processes hold besides the other parts.
+    def _of_file(self, file: hostcount.ModelPages, own: hostcount.Own) -> int:
+        """The pages of the model's file in the page cache; those that this process maps if the system does not tell.
+        Where the weights do not need them, those that another program has left there are dropped first.
+
+        :param own: what this process holds.
+        """
+        cached = file.cached_bytes()
+        if not self._is_mapped() and (cached is None or cached > own.resident_bytes):
+            file.forget()
+            cached = file.cached_bytes()
+        return own.resident_bytes if cached is None else cached
+
+    def _of_processes(self, parts: Parts, own: hostcount.Own, others_bytes: int) -> int:
+        """What the processes hold besides the other parts. Pages of the model's file that no process of the sidecar
+        maps are not theirs: another program has read them, and the system can take them back.
 
         :param own: what this process holds.
         :param others_bytes: what the others hold.
-        :param cached_bytes: pages of the model's file in the page cache.
         """
-        # The mapped weights are in the page cache, and the other parts in the engine's own share. Pages of the file
-        # that are not mapped, such as its header, are left to the processes.
+        # The mapped weights are pages of the file, and the other parts in the engine's own share.
         mapped = min(parts.weights_bytes, own.mapped_bytes)
         if not self._is_mapped():
-            mapped = min(mapped, cached_bytes)  # memory has taken the place of the mapping's pages
+            mapped = min(mapped, own.resident_bytes)  # memory has taken the place of the mapping's pages
         counted = parts.used_bytes - parts.processes_bytes - mapped
-        return max(0, own.bytes + others_bytes - counted) + max(0, cached_bytes - mapped)
+        return max(0, own.bytes + others_bytes - counted) + max(0, own.resident_bytes - mapped)
 
     def look(self) -> None:
         """To be called several times a second: measures when it is due, and lets the shares follow the counters."""
