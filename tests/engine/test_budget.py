@@ -285,6 +285,9 @@ class _Host:
     def check(self, budget_bytes: int) -> None:
         pass
 
+    def check_move(self, budget_bytes: int, vram_bytes: int, *, parked: bool) -> None:
+        pass
+
     def set_budget(self, budget_bytes: int, timeout_s: float) -> None:
         lower = budget_bytes < self.budget_bytes
         self.budget_bytes = budget_bytes

@@ -130,6 +130,37 @@ def test_a_limit_below_the_floor_is_refused_and_changes_nothing(shallow_model: P
         play(shallow_model, main, host_budget_mb=60)
 
 
+def test_blocks_that_a_change_of_vram_moves_must_have_room_in_the_limit(model_path: Path) -> None:
+    """The whole conversation is in VRAM. A limit for host memory without room for it does not let it move there."""
+
+    async def main(client: frameshard.Client) -> None:
+        await client.ask(LORE * 60, conversation="innkeeper", sampling=FEW).completed()
+        budget = await client.budget()
+        least_mb, wide_mb = budget.floor_bytes / MIB + 1, budget.vram_budget_bytes / MIB
+        low_mb = budget.host_floor_bytes / MIB + 4
+        await client.set_budget(wide_mb, host_budget_mb=low_mb, timeout_s=60)
+        needed = 0
+        for asked in ({"vram_budget_mb": least_mb}, {"vram_budget_mb": wide_mb, "state": "parked"}):
+            with pytest.raises(BudgetBelowFloor) as below:
+                await client.set_budget(**asked, timeout_s=60)
+            needed = below.value.detail["host_floor_bytes"]
+            assert needed > low_mb * MIB
+            after = await client.budget()
+            assert (after.vram_budget_bytes, after.state) == (budget.vram_budget_bytes, "active")
+            assert after.host_used_bytes <= after.host_budget_bytes == int(low_mb * MIB)
+        # With room for them both are possible, and the limit holds.
+        for asked in ({"vram_budget_mb": least_mb}, {"vram_budget_mb": wide_mb, "state": "parked"}):
+            released = await client.set_budget(**asked, host_budget_mb=needed / MIB + 16, timeout_s=60)
+            assert released.host_used_bytes <= released.host_budget_bytes
+            assert (await figures(client))["kv_blocks_bytes"] > 4 * MIB
+        await client.set_budget(wide_mb, timeout_s=60)
+        await client.ask("And then?", conversation="innkeeper", sampling=FEW).completed()
+        host = await figures(client)
+        assert host["used_bytes"] <= host["budget_bytes"]
+
+    play(model_path, main, vram_budget_mb=290, n_ctx=2048, kv_cache_mb=0)
+
+
 def test_the_floor_that_a_host_was_told_is_accepted_when_the_processes_have_grown(shallow_model: Path) -> None:
     async def main(client: frameshard.Client) -> None:
         told_bytes = (await client.budget()).host_floor_bytes

@@ -154,15 +154,18 @@ class Budgets:
         :param deadline: how long to wait for both.
         :returns: whether the host budget is another one than before.
         :raises DeadlineMissed: one of them is not complete. Both are in force all the same.
+        :raises BudgetBelowFloor: KV blocks that would leave VRAM have no room in host memory. Nothing has changed.
         :raises FrameshardError: the change of VRAM has failed. The host budget is the one of before.
         """
         wanted, before = command.host_budget_bytes, self._host.budget_bytes
+        self._host.check_move(wanted, command.vram_budget_bytes, parked=command.parked and not self.parked)
 
         def change_vram() -> None:
             if command.parked or self.parked or not self._park_done.is_set():
                 self._set_parked(runtime, command, deadline)
             elif runtime.device is not None:
                 self._change(runtime, runtime.device, command, deadline)
+            self._host.follow_vram()
 
         def change_host() -> None:
             self._host.set_budget(wanted, _seconds_to(deadline))

@@ -247,6 +247,33 @@ class HostMemory:
         if budget_bytes < self.floor_bytes - SPARE_BYTES + spare_bytes:
             raise below_host_floor(budget_bytes, self.floor_bytes)
 
+    def check_move(self, budget_bytes: int, vram_bytes: int, *, parked: bool) -> None:
+        """Checks that the KV blocks which a change of VRAM moves to host memory have room in the host budget.
+
+        :param budget_bytes: the host budget; 0 for no limit.
+        :param vram_bytes: the new VRAM budget; 0 for no limit.
+        :param parked: whether all of them move.
+        :raises BudgetBelowFloor: they have none. Nothing has changed.
+        """
+        device = self._runtime.device
+        if not budget_bytes or device is None:
+            return
+        before = self._runtime.vram_budget_bytes
+        shrinks = vram_bytes and (not before or vram_bytes < before)
+        if not (parked or shrinks) or not any(map(self._runtime.length, range(self._runtime.config.n_parallel))):
+            return  # room that no sequence uses is freed, not moved
+        stats = device.stats()
+        # Weights leave VRAM first: about what is above the floor has room for blocks.
+        moves = stats.kv_bytes - (0 if parked else vram_bytes - stats.floor_bytes)
+        if moves > 0 and budget_bytes < self.floor_bytes + moves - SPARE_BYTES + LEAST_SPARE_BYTES:
+            raise below_host_floor(budget_bytes, self.floor_bytes + moves)
+
+    def follow_vram(self) -> None:
+        """To be called after a change of VRAM: KV blocks may have moved, so the shares change."""
+        if self.limit_bytes:
+            with self._lock:
+                self._give_shares()
+
     def set_budget(self, budget_bytes: int, timeout_s: float) -> None:
         """Sets the host budget, which :meth:`check` has accepted, and waits until what is held is within it.
 
