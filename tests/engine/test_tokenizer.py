@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from pathlib import Path
 
 import gguf
@@ -77,6 +80,53 @@ def test_stacks_are_those_that_each_system_takes(monkeypatch: pytest.MonkeyPatch
         assert asked[-2] > 512 * n_bytes
     with pytest.raises(BadArgument, match="600000 bytes is too long"):
         with_deep_stack(600_000, lambda: 7)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def functions_of(thread: threading.Thread) -> set[str]:
+    """The names of the functions that a thread is in."""
+    assert thread.ident is not None
+    return {frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[thread.ident])}
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signal can be sent to one thread here")
+@pytest.mark.parametrize("moment", ["start", "join"])
+def test_a_signal_does_not_end_the_wait_for_llama_cpp(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the caller frees the vocabulary while the thread reads it, and the process ends by SIGSEGV."""
+    main, handled, ended = threading.main_thread(), threading.Event(), threading.Event()
+
+    def handle(*_: object) -> None:
+        handled.set()
+        raise Interrupted
+
+    def call() -> int:
+        while moment not in functions_of(main):
+            time.sleep(0.001)
+        time.sleep(0.05)
+        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+        assert handled.wait(60)
+        time.sleep(0.2)
+        ended.set()
+        return 7
+
+    really_start = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        really_start(thread)
+        handled.wait(60)
+
+    if moment == "start":
+        monkeypatch.setattr(threading.Thread, "start", start)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(Interrupted):
+            with_deep_stack(2000, call)
+        assert ended.is_set()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def with_deep_stack(n_bytes: int, call: Callable[[], int]) -> int:
     vocabularies. They recurse for each character of a word, at 260 bytes or more, so one long line of dashes would
     exceed the usual stack and end the process.
 
+    No call runs after the return, also where Ctrl-C raises an exception here: the caller may then free the model.
+
     :param n_bytes: the length of the text.
     :param call: calls llama.cpp and raises nothing.
     :returns: its result.
@@ -48,7 +50,27 @@ def with_deep_stack(n_bytes: int, call: Callable[[], int]) -> int:
     if n_bytes <= _SHALLOW_BYTES:
         return call()
     results: list[int] = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True, name="tokenize")
+    calling, given_up = threading.Lock(), threading.Event()
+
+    def run() -> None:
+        with calling:
+            if not given_up.is_set():
+                results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True, name="tokenize")
+    try:
+        _start(thread, n_bytes)
+        thread.join()
+    except BaseException:
+        # Not by a second join: before Python 3.13 it returns at once after one that was interrupted.
+        with calling:
+            given_up.set()
+        raise
+    return results[0]
+
+
+def _start(thread: threading.Thread, n_bytes: int) -> None:
+    """Starts a thread whose stack is large enough for a text; the errors are those of :func:`with_deep_stack`."""
     n_pages = -(-n_bytes * _STACK_PER_BYTE // _STACK_PAGE)
     with _setting_stack:
         try:
@@ -61,8 +83,6 @@ def with_deep_stack(n_bytes: int, call: Callable[[], int]) -> int:
             raise OutOfMemory(f"the system has no memory for the stack to tokenise a text of {n_bytes} bytes") from None
         finally:
             threading.stack_size(usual)
-    thread.join()
-    return results[0]
 
 
 def tokenize(vocab: Any, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
