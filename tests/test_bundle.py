@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,7 +12,8 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,21 @@ def bundled(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return place, json.loads(result.stdout)
 
 
+@contextlib.contextmanager
+def launched(place: Path, config: dict[str, Any], directory: Path) -> Iterator[launch.ConnectInfo]:
+    """Runs the sidecar of a bundle in a directory, on the emulated device."""
+    command = [place / "sidecar" / "python", "-m", "frameshard.broker"]
+    options: dict[str, Any] = {"cwd": directory, "env": {"PATH": "/usr/bin:/bin"}}
+    with sidecars.started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options) as sidecar:
+        assert sidecar.stdin is not None
+        assert sidecar.stdout is not None
+        sidecar.stdin.write(json.dumps({"device": "emulated", "n_threads": 1, **config}).encode() + b"\n")
+        sidecar.stdin.flush()
+        yield launch.parse_ready(sidecar.stdout.readline())
+        sidecar.stdin.close()
+        assert sidecar.wait(30) == 0
+
+
 def files_of(pid: int) -> set[str]:
     """The files that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -73,16 +90,8 @@ def test_the_command_takes_nothing_from_where_it_is_called(
 def test_the_bundle_talks_with_nothing_else_there(bundled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     place, _ = bundled
     connect_file = tmp_path / "connect.json"
-    model = next((place / "models").iterdir())
-    command = [place / "sidecar" / "python", "-m", "frameshard.broker"]
-    options: dict[str, Any] = {"cwd": tmp_path, "env": {"PATH": "/usr/bin:/bin"}}
-    config = {"model": str(model), "device": "emulated", "connect_file": str(connect_file), "n_threads": 1}
-    with sidecars.started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options) as sidecar:
-        assert sidecar.stdin is not None
-        assert sidecar.stdout is not None
-        sidecar.stdin.write(json.dumps(config).encode() + b"\n")
-        sidecar.stdin.flush()
-        launch.parse_ready(sidecar.stdout.readline())
+    config = {"model": str(next((place / "models").iterdir())), "connect_file": str(connect_file)}
+    with launched(place, config, tmp_path):
 
         async def talk() -> str:
             with trio.fail_after(60):
@@ -98,8 +107,58 @@ def test_the_bundle_talks_with_nothing_else_there(bundled: tuple[Path, dict[str,
                     return str(answer.text)
 
         assert trio.run(talk)
-        sidecar.stdin.close()
-        assert sidecar.wait(30) == 0
+
+
+def test_optional_parts_work_in_a_bundle(model_path: Path, tmp_path: Path) -> None:
+    place = tmp_path / "bundle"
+    made = bundle(place, "--with", "fallback,http,top,vision")
+    assert made.returncode == 0, made.stderr
+    packages = {"httpx", "hypercorn", "jsonschema", "pillow", "rich", "starlette"}
+    assert packages <= set(json.loads(made.stdout)["packages"])
+    assert packages <= {path.name for path in (place / "licences").iterdir()}
+    config = {"model": str(model_path), "http": "127.0.0.1:0", "fallback": "http://127.0.0.1:9/v1"}
+    with launched(place, config | {"fallback_model": "any"}, tmp_path) as info:
+        request = urllib.request.Request(
+            f"{info.http_url}/models", headers={"Authorization": f"Bearer {info.http_key}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["data"]
+    command = [
+        place / "sidecar" / "python",
+        "-c",
+        "import io, PIL.Image as i; i.new('L', (9, 9)).save(io.BytesIO(), 'PNG')",
+    ]
+    drawn = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
+    assert drawn.returncode == 0, drawn.stderr
+    shown = subprocess.run(
+        [place / "frameshard", "top"], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60
+    )
+    assert "needs rich" not in shown.stderr
+
+
+def test_optional_parts_are_left_out_of_a_bundle(bundled: tuple[Path, dict[str, Any]]) -> None:
+    assert not {"httpx", "hypercorn", "jsonschema", "pillow", "rich", "starlette"} & set(bundled[1]["packages"])
+
+
+def test_a_part_that_no_bundle_has_is_refused(tmp_path: Path) -> None:
+    error = refusal(bundle(tmp_path / "b", "--with", "http,dev"))
+    assert "'dev' is none of fallback, http, top, vision" in error["message"]
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_part_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    site = Path(str(metadata.distribution("frameshard").locate_file("")))
+    (tmp_path / "site").mkdir()
+    for entry in site.iterdir():
+        if not entry.name.startswith("hypercorn-"):
+            (tmp_path / "site" / entry.name).symlink_to(entry)
+    command = [sys.executable, "-S", "-m", "frameshard", "bundle", tmp_path / "b", "--with", "http", "--json"]
+    here = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, str(tmp_path / "site")]))}
+    error = refusal(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120))
+    assert error["name"] == "unsupported"
+    assert "hypercorn is not installed here" in error["message"]
+    assert "(pip install '.[http]')" in error["message"]
 
 
 def test_the_command_line_of_a_bundle(bundled: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -120,5 +120,7 @@ def check_installed() -> None:
     """
     if not all(map(importlib.util.find_spec, ("hypercorn", "starlette"))):
         raise BadArgument(
-            "the HTTP interface needs Starlette and Hypercorn: pip install 'frameshard[http]'", field="http"
+            "the HTTP interface needs Starlette and Hypercorn: pip install 'frameshard[http]'; "
+            "for a bundle: frameshard bundle --with http",
+            field="http",
         )

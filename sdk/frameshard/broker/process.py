@@ -120,7 +120,11 @@ def _open_remote(config: ServeConfig) -> Remote:
     """
     for package in ("httpx", "jsonschema"):
         if importlib.util.find_spec(package) is None:
-            raise BadArgument(f"fallback: this needs {package}: pip install 'frameshard[fallback]'", field="fallback")
+            raise BadArgument(
+                f"fallback: this needs {package}: pip install 'frameshard[fallback]'; "
+                "for a bundle: frameshard bundle --with fallback",
+                field="fallback",
+            )
     from frameshard.broker.remote import open_remote
 
     return open_remote(config)

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from frameshard.cli import bundle_linux, bundle_windows, common
-from frameshard.cli.bundle_files import Contents, File
+from frameshard.cli.bundle_files import EXTRAS, Contents, File
 from frameshard.errors import BadArgument, ModelNotFound, Unsupported
 
 LINUX, WINDOWS = "linux-x86_64", "windows-x86_64"
@@ -61,6 +61,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="a client library: libframeshard.so, frameshard.dll",
     )
+    parser.add_argument(
+        "--with",
+        dest="extras",
+        default=[],
+        type=_extras,
+        metavar="EXTRA,...",
+        help=f"optional parts of frameshard to take in: {', '.join(EXTRAS)}",
+    )
     parser.add_argument("--platform", choices=[LINUX, WINDOWS], help="whose players (default: of this machine)")
     parser.add_argument(
         "--native", type=Path, metavar="DIR", help=f"for {WINDOWS}: what native/windows/build.sh has built"
@@ -73,6 +81,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     common.add_json_arg(parser)
     parser.set_defaults(run=run)
+
+
+def _extras(text: str) -> list[str]:
+    extras = text.split(",")
+    if unknown := [extra for extra in extras if extra not in EXTRAS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(EXTRAS)}")
+    return extras
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,13 +130,13 @@ def _contents(args: argparse.Namespace, work: Path) -> Contents:
     if args.platform == WINDOWS:
         if args.native is None:
             raise BadArgument(f"--platform {WINDOWS} needs --native", field="native")
-        return bundle_windows.contents(args.client, args.native, args.python, work)
+        return bundle_windows.contents(args.client, args.extras, args.native, args.python, work)
     for option in ("native", "python"):
         if getattr(args, option) is not None:
             raise BadArgument(f"--{option} is for --platform {WINDOWS}", field=option)
     if args.platform == LINUX and platform.machine() != "x86_64":
         raise Unsupported(f"a bundle for {LINUX} is made on such a machine, and this one is {platform.machine()}")
-    return bundle_linux.contents(args.client)
+    return bundle_linux.contents(args.client, args.extras)
 
 
 def _report(directory: Path, sizes: dict[str, int], contents: Contents, silent: list[str]) -> None:

@@ -17,6 +17,9 @@ STDLIB_LEFT_OUT = re.compile(
 EXTENSIONS_LEFT_OUT = re.compile(r"_tkinter|_test|_ctypes_test|xx|readline|_curses|_dbm|_gdbm|nis")
 GPU_MODULE = "GPU module"
 GPU_MODULE_FILE = re.compile(r"frameshard/gpu/(?:lib)?ggml-([a-z]+)\.[a-z]+")
+EXTRAS = ("fallback", "http", "top", "vision")
+"""The extras of frameshard that a sidecar can use; the others are for developers."""
+
 TESTS = re.compile(r"(^|/)(tests?|_tests)/")
 
 
@@ -53,25 +56,28 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def installed(name: str) -> metadata.Distribution:
+def installed(name: str, source: str = ".") -> metadata.Distribution:
     """
+    :param source: what pip should have installed.
     :raises Unsupported: pip has not installed the package here.
     """
     try:
         return metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        why = f"{name} is not installed here: a bundle is made of what pip has installed (pip install .)"
+        why = f"{name} is not installed here: a bundle is made of what pip has installed (pip install {source})"
         raise Unsupported(why, package=name) from None
 
 
-def requirements(distribution: metadata.Distribution) -> Iterator[tuple[str, str]]:
-    """Yields the requirements of a distribution without those of its extras: the whole line, and the package's name."""
+def requirements(distribution: metadata.Distribution, extras: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yields the requirements of a distribution and of some of its extras: the whole line, for an extra without its
+    marker, and the package's name."""
     for requirement in distribution.requires or []:
         what, _, marker = requirement.partition(";")
-        if "extra" not in marker:
+        extra = re.search(r"extra == [\"']([^\"']+)", marker)
+        if extra is None or extra[1] in extras:
             match = re.match(r"[A-Za-z0-9._-]+", what.strip())
             assert match is not None, requirement
-            yield requirement, match[0]
+            yield what.strip() if extra else requirement, match[0]
 
 
 def package_files(distributions: dict[str, metadata.Distribution]) -> Iterator[File]:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -51,14 +51,15 @@ SYSTEM_LIBRARIES = (
 )
 
 
-def contents(clients: list[Path]) -> Contents:
+def contents(clients: list[Path], extras: Collection[str]) -> Contents:
     """
     :param clients: client libraries.
+    :param extras: the extras of frameshard to take in.
     :raises Unsupported: this environment lacks something.
     """
     if sys.platform != "linux":
         raise Unsupported("bundles of this environment are made on Linux only")
-    distributions = _closure("frameshard")
+    distributions = _closure("frameshard", extras)
     files = [*_interpreter(), *package_files(distributions)]
     files += [File(path, Path("client") / path.name, "client library") for path in clients]
     files += _shared_libraries(files)
@@ -69,9 +70,10 @@ def contents(clients: list[Path]) -> Contents:
     return Contents(files, launchers, distributions, _licences(files), platform.python_version(), system)
 
 
-def _closure(root: str) -> dict[str, metadata.Distribution]:
-    """The installed distributions that `root` needs, and `root` itself, by name."""
+def _closure(root: str, extras: Collection[str]) -> dict[str, metadata.Distribution]:
+    """The installed distributions that `root` and these extras of it need, and `root` itself, by name."""
     found: dict[str, metadata.Distribution] = {}
+    source = f"'.[{','.join(extras)}]'" if extras else "."
     wanted = [(root, True)]
     while wanted:
         name, needed = wanted.pop()
@@ -79,12 +81,13 @@ def _closure(root: str) -> dict[str, metadata.Distribution]:
         if key in found:
             continue
         try:
-            found[key] = installed(name)
+            found[key] = installed(name, source)
         except Unsupported:
             if needed:
                 raise
             continue  # the requirement is for another system or Python
-        wanted += [(name, ";" not in line) for line, name in requirements(found[key])]
+        used = extras if name == root else ()
+        wanted += [(name, ";" not in line) for line, name in requirements(found[key], used)]
     return dict(sorted(found.items()))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata, util
 from pathlib import Path
 
@@ -41,9 +41,10 @@ HERE = ("frameshard", "llama-cpp-python")
 PROGRAMS = re.compile(r"(python.*\.(exe|dll|zip)|vcruntime.*\.dll|lib(ffi|crypto|ssl).*\.dll|sqlite3\.dll|.*\.pyd)")
 
 
-def contents(clients: list[Path], native: Path, python: Path | None, work: Path) -> Contents:
+def contents(clients: list[Path], extras: Collection[str], native: Path, python: Path | None, work: Path) -> Contents:
     """
     :param clients: client libraries, each with the libraries that it needs.
+    :param extras: the extras of frameshard to take in.
     :param native: where native/windows/build.sh has built.
     :param python: an interpreter for Windows; None: uv downloads one.
     :param work: an empty directory, into which the packages are downloaded.
@@ -55,7 +56,7 @@ def contents(clients: list[Path], native: Path, python: Path | None, work: Path)
     python = _downloaded_python() if python is None else python
     interpreter = list(_interpreter(python))
     ours = {name: installed(name) for name in HERE}
-    theirs = _downloaded_packages(ours, work)
+    theirs = _downloaded_packages(ours, extras, work)
     files = [*interpreter, *libraries]
     for_linux = re.compile(rf".*\.so|{re.escape(ggml.LAYER_FILE)}")
     files += [file for file in package_files(ours) if not for_linux.fullmatch(file.source.name) and file.part in ours]
@@ -116,9 +117,12 @@ def _downloaded_python() -> Path:
     return sorted(cache.glob(pattern))[-1]
 
 
-def _downloaded_packages(ours: dict[str, metadata.Distribution], work: Path) -> dict[str, metadata.Distribution]:
-    """The packages that `ours` need on Windows, by name."""
-    wanted = [line for each in ours.values() for line, name in requirements(each) if name not in ours]
+def _downloaded_packages(
+    ours: dict[str, metadata.Distribution], extras: Collection[str], work: Path
+) -> dict[str, metadata.Distribution]:
+    """The packages that `ours` and these extras of frameshard need on Windows, by name."""
+    needs = [need for key, each in ours.items() for need in requirements(each, extras if key == "frameshard" else ())]
+    wanted = [line for line, name in needs if name not in ours]
     uses = ("--python", sys.executable, "--python-platform", "x86_64-pc-windows-msvc", "--python-version", VERSION)
     _uv("pip", "install", "--only-binary", ":all:", *uses, "--target", str(work), *wanted)
     return {normal(each.metadata["Name"]): each for each in metadata.distributions(path=[str(work)])}

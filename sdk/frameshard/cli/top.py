@@ -111,7 +111,10 @@ def check_rich() -> None:
     try:
         import rich  # noqa: F401
     except ImportError:
-        raise BadArgument("the view needs rich: pip install 'frameshard[top]'; --json does without") from None
+        raise BadArgument(
+            "the view needs rich: pip install 'frameshard[top]'; for a bundle: frameshard bundle --with top; "
+            "--json does without"
+        ) from None
 
 
 def only_one() -> Path:
