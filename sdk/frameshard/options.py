@@ -139,7 +139,7 @@ class JobOptions(TypedDict, total=False):
     """Deltas say where sentences end, for text to speech. By default False."""
     priority: int
     """0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if all `n_parallel` places are
-    taken; the paused job continues later with the same text. By default 1."""
+    taken; the paused job continues later, in mode `stream_only` with the same text. By default 1."""
     warm_up: bool
     """The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other jobs go
     first. The job ends with `done` and has no text. By default False."""

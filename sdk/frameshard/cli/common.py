@@ -174,7 +174,9 @@ def add_json_arg(parser: argparse.ArgumentParser) -> None:
 
 def add_context_args(parser: argparse.ArgumentParser) -> None:
     """Adds ``--ctx --parallel --ubatch --kv-type``."""
-    parser.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context of each job in tokens (4096)")
+    parser.add_argument(
+        "--ctx", type=positive, default=4096, metavar="N", help="context of each conversation in tokens (4096)"
+    )
     parser.add_argument("--parallel", type=positive, default=4, metavar="N", help="jobs that run at once (4)")
     add_ubatch_arg(parser)
     add_kv_type_arg(parser)

@@ -434,7 +434,7 @@ class Submit:
     priority: Annotated[
         Priority,
         "0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if all `n_parallel` places "
-        "are taken; the paused job continues later with the same text.",
+        "are taken; the paused job continues later, in mode `stream_only` with the same text.",
     ] = 1
     warm_up: Annotated[
         bool,
