@@ -52,6 +52,16 @@ def test_the_village_plays_and_the_budget_changes_during_answers(wordy_model: Pa
     assert "saved: 3 messages" in result.stdout
     assert "loaded: 3 messages with the traveller; before the load there were 6 messages" in result.stdout
     assert "Joss speaks with the LoRA adapter sailor.gguf" in result.stdout
+    held, budget = figures(r"now the model holds (\d+) of (\d+) MiB: weights come back", result.stdout)
+    assert 0 < held <= budget
+
+
+def test_help_does_not_train_the_adapter(tmp_path: Path) -> None:
+    scene = Path(shutil.copytree(SCENE.parent, tmp_path / "scene"))
+    before = (scene / "sailor.gguf").stat()
+    result = run(str(scene / "sailor.py"), "--help")
+    assert result.stdout.startswith("usage: sailor.py"), result.stderr
+    assert (scene / "sailor.gguf").stat() == before
 
 
 def test_the_guard_says_what_is_not_installed(tmp_path: Path) -> None:

@@ -151,13 +151,17 @@ class Game:
             self._sidecar.load(data, conversation=name)
         self._stage.world(f"loaded: {self._said()} with the traveller; before the load there were {before}")
 
-    async def draw(self) -> None:
-        """Show the current figures."""
+    async def draw(self) -> int:
+        """Show the current figures.
+
+        :returns: the bytes that the model holds.
+        """
         engine = (await self._sidecar.stats()).engine or {}
         figures = {name: engine.get(f"{name}_bytes", 0) for name in ("budget", "used", "resident")}
         tokens, seconds = (sum(column) for column in zip((0, 0.0), *self._recent, strict=True))
         rate = tokens / seconds if seconds else 0.0
         self._stage.gauge(Gauge(**figures, full=self._full, tokens_per_s=rate, place=self.place))
+        return figures["used"]
 
     def _said(self) -> str:
         return f"{sum(len(self._sidecar.history(name)) for name in VILLAGERS)} messages"
@@ -196,10 +200,10 @@ class Game:
         before, after = self._budgets[self.place], self._budgets[place]
         changed = await self._sidecar.set_budget(after / MIB, observe=False)
         self.place = place
-        moved = f"{abs(after - before) / MIB:.0f} MiB {'taken back' if after < before else 'given'}"
+        moved = f"{abs(after - before) / MIB:.0f} MiB {'less' if after < before else 'more'}"
+        budget = f"a budget of {changed.vram_budget_bytes / MIB:.0f} MiB, {moved}"
         self._stage.world(
-            f"{place}: {moved} in {changed.seconds * 1e3:.1f} ms, "
-            f"the model holds {changed.used_bytes / MIB:.0f} of {changed.vram_budget_bytes / MIB:.0f} MiB"
+            f"{place}: {budget}, in {changed.seconds * 1e3:.1f} ms; the model holds {changed.used_bytes / MIB:.0f} MiB"
         )
 
     async def _answer(self, name: str, line: str) -> None:
@@ -231,7 +235,10 @@ class Game:
         self._stage.world(f"first word after {self.tally.first_words_s[-1]:.2f} s; {reused(stream.result)}")
         if self.place == RUINS:  # a short answer
             await self._move(TOWN)
-        await self.draw()
+        used, budget = await self.draw(), self._budgets[self.place]
+        self._stage.world(
+            f"now the model holds {used / MIB:.0f} of {budget / MIB:.0f} MiB: weights come back as it computes"
+        )
 
 
 def cut_off(answer: frameshard.Completion) -> str:

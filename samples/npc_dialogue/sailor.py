@@ -2,6 +2,8 @@
 
     python samples/npc_dialogue/sailor.py        about a minute on two cores; needs the package gguf
 
+It writes sailor.gguf beside this file anew.
+
 The adapter changes one matrix, the last layer's ffn_down. So its training needs no gradient through the other layers:
 llama.cpp computes, once, what enters that matrix for each token of the lines in sailor.txt. What follows the matrix is
 a sum, an RMS norm and the output matrix, whose gradients are written out here. An adapter for a game is trained on
@@ -10,6 +12,7 @@ thousands of lines in all layers, with a tool such as PEFT, and converted by lla
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,6 +201,7 @@ def write(target: Path, layer: int, a: Floats, b: Floats) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     llamalog.install()
     model = resolve("smollm2-135m")
     reader = gguf.GGUFReader(model)
