@@ -110,7 +110,9 @@ def test_an_error_is_one_line_that_says_what_to_do(args: tuple[str, ...], says: 
 
 @pytest.mark.parametrize(("n_bytes", "says"), [(3 << 19, "1.5 MiB"), (60 << 20, "60 MiB"), (7, "7 bytes")])
 def test_a_budget_below_the_floor_is_told_as_it_was_given(n_bytes: int, says: str) -> None:
-    assert below_floor(n_bytes, 64 << 20).message == f"a VRAM budget of {says} is below the floor of 64 MiB"
+    begins, _, advice = below_floor(n_bytes, 64 << 20).message.partition(": ")
+    assert begins == f"a VRAM budget of {says} is below the floor of 64 MiB"
+    assert advice.startswith("give 64 MiB or more, ")
 
 
 def test_a_cache_that_cannot_be_written_is_said_once(

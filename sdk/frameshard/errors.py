@@ -195,8 +195,10 @@ def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardE
 def below_floor(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:
     """Returns the error for a VRAM budget that is too small for the model."""
     budget = f"{budget_bytes / (1 << 20):.6g} MiB" if budget_bytes >= 1 << 20 else f"{budget_bytes} bytes"
+    floor_mb = -(-floor_bytes >> 20)
     return BudgetBelowFloor(
-        f"a VRAM budget of {budget} is below the floor of {-(-floor_bytes >> 20)} MiB",
+        f"a VRAM budget of {budget} is below the floor of {floor_mb} MiB: give {floor_mb} MiB or more, lower n_ubatch,"
+        " take a smaller model, or park",
         budget_bytes=budget_bytes,
         floor_bytes=floor_bytes,
     )
