@@ -124,8 +124,8 @@ class Stream:
     """The answer to one request: an async context manager and an async iterator over :class:`frameshard.Delta`.
 
     Iteration ends when the answer is complete; then :attr:`result` is set. If the job fails, iteration raises its
-    error:
-    :class:`ContextOverflow`, :class:`EngineDied`, :class:`Overloaded`, :class:`ConnectionLost`, or
+    error: :class:`BadArgument` or :class:`Unsupported` for what was asked, :class:`ContextOverflow`,
+    :class:`DeadlineMissed` (`deadline_ms`), :class:`EngineDied`, :class:`Overloaded`, :class:`ConnectionLost`, or
     :class:`JobCancelled` after :meth:`cancel`. A slow reader does not delay other jobs; it gets larger deltas.
     """
 
@@ -499,6 +499,7 @@ class Client:
         :param adapters: those of the later prompts: what was read with other adapters cannot be reused.
         :returns: the number of tokens that were read.
         :raises BadArgument: they are more than the launch option `kv_cache_mb` allows to keep.
+        :raises ContextOverflow: they are longer than a context (launch option `n_ctx`).
         :raises Unsupported: the model has a recurrent state.
         """
         return (await self.chat(messages, warm_up=True, adapters=adapters or {}).completed()).n_prompt
@@ -560,7 +561,8 @@ class Client:
         """Has the sidecar write the KV cache of a conversation to a file, so that after :meth:`load` and
         :meth:`load_kv` its next question need not read the whole text again. The file has kilobytes for each token.
 
-        `n_tokens` of the answer is 0 if there is nothing to write; `detail` says why.
+        `n_tokens` of the answer is 0 if there is nothing to write, or if the file cannot be written, which is no error
+        here; `detail` says why.
 
         :raises EngineDied: no engine is running.
         """
@@ -741,6 +743,7 @@ class Client:
         :raises Unsupported: this kind of adapter cannot be applied.
         :raises BudgetBelowFloor: the VRAM budget has no room for it; nothing changes.
         :raises BadArgument: another file is loaded under this name, or too many adapters are loaded.
+        :raises EngineDied: no engine is running, as while the lease is hibernated.
         """
         absolute = os.path.abspath(path)
         return self._asked(lambda: self._core.adapter_load(name, absolute), m.Adapters, ADAPTER_S)

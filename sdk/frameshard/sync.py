@@ -155,7 +155,7 @@ class ToolCalled:
 
 @dataclass(frozen=True)
 class Progressed:
-    """How far a job with images has got before its first token."""
+    """How far a job with images or a long prompt has got before its first token."""
 
     job: Job
     progress: m.Progress
