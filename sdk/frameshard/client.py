@@ -187,8 +187,8 @@ class Stream:
         self.begin()
         try:
             await self._accepted()
-        except BaseException:
-            await self.aclose()
+        except BaseException as error:
+            self._leave(failed=isinstance(error, FrameshardError))
             raise
         return self
 
@@ -197,11 +197,7 @@ class Stream:
 
     async def aclose(self) -> None:
         """Cancels the job unless it has ended. Returns at once. The engine stops within the time of one shard."""
-        if self._request is not None:
-            self._client._drop(self._request)
-        if self._job is not None and not self._ended:
-            self._client._leave(self._job)
-        self._end()
+        self._leave()
 
     def __aiter__(self) -> Stream:
         return self
@@ -213,7 +209,7 @@ class Stream:
             try:
                 event = await self._events.receive()
             except EndOfChannel:
-                self._end()
+                self._end(failed=True)
                 raise self._client._why() from None
             self._client._taken(event)
             if isinstance(event, m.Delta):
@@ -246,16 +242,14 @@ class Stream:
                 continue
             if isinstance(event, m.Failed):
                 error = event.error.exception()
-                if self._turn is not None and not self._begun:
-                    if isinstance(error, ContextOverflow):
-                        if self._cancelled:  # the sidecar was told so of the job that has failed
-                            self._end()
-                            raise JobCancelled("the job was cancelled")
-                        if self._turn.shorten():
-                            await self._open_again(self._turn)
-                            continue
-                    self._turn.take_back()
-                self._end()
+                if isinstance(error, ContextOverflow) and self._turn is not None and not self._begun:
+                    if self._cancelled:  # the sidecar was told so of the job that has failed
+                        self._end()
+                        raise JobCancelled("the job was cancelled")
+                    if self._turn.shorten():
+                        await self._open_again()
+                        continue
+                self._end(failed=True)
                 raise error
             if isinstance(event, m.Done):
                 self.remote = event.remote
@@ -267,13 +261,12 @@ class Stream:
                 raise JobCancelled("the job was cancelled")
         raise StopAsyncIteration
 
-    async def _open_again(self, turn: Turn) -> None:
+    async def _open_again(self) -> None:
         try:
             self._open()
             await self._accepted()
         except FrameshardError:
-            turn.take_back()
-            await self.aclose()
+            self._leave(failed=True)
             raise
 
     @property
@@ -335,9 +328,7 @@ class Stream:
             try:
                 self._open()
             except BaseException:
-                if self._turn is not None:
-                    self._turn.take_back()
-                self._end()
+                self._end(failed=True)
                 raise
 
     def _open(self) -> None:
@@ -352,13 +343,20 @@ class Stream:
         assert request is not None
         await self._client._answer(request)
 
-    def _end(self) -> None:
+    def _leave(self, *, failed: bool = False) -> None:
+        if self._request is not None:
+            self._client._drop(self._request)
+        if self._job is not None and not self._ended:
+            self._client._leave(self._job)
+        self._end(failed=failed)
+
+    def _end(self, *, failed: bool = False) -> None:
         if not self._ended:
             self._ended, self.paused = True, False
             if self._shared is not None:
                 self._shared.close()
             if self._turn is not None:
-                self._turn.end()
+                self._turn.end(failed=failed)
 
 
 class BudgetChange:
@@ -447,7 +445,8 @@ class Client:
 
         With a `conversation` the prompt begins with its earlier messages. An answer that was not read to its end is
         included as far as it was read. When the context is full, the oldest questions and answers are forgotten;
-        :attr:`Stream.n_dropped` tells how many. A question that gets no answer drops none of them.
+        :attr:`Stream.n_dropped` tells how many. A question that gets no answer leaves questions and answers as they
+        were; if it fails, also the system message.
         `images` come before the text. Later questions of the conversation include the answer, but not the images.
 
         :param system: the system message of the conversation from now on.

@@ -37,7 +37,7 @@ class Conversation:
 
     def so_far(self) -> list[saves.Exchange]:
         """All exchanges, with the open one if some of its answer was read."""
-        return self.exchanges + (self.open.exchange() if self.open is not None else [])
+        return self.exchanges if self.open is None else self.open.so_far()
 
     def history(self) -> tuple[m.ChatMessage, ...]:
         return _messages(self.system, self.so_far())
@@ -108,9 +108,7 @@ class Turn:
         self._system = system
         self._asked = question
         self._before: tuple[str, list[saves.Exchange]] = "", []  # system text and exchanges
-        self._so_far = saves.Exchange("", "")  # without this answer
-        self._waiting: list[saves.Exchange] = []
-        """The exchange whose calls get results. It stays as it is if there is no answer."""
+        self._told = saves.Exchange("", "")  # without this answer
 
     def messages(self, others: Mapping[str, Any]) -> tuple[m.ChatMessage, ...]:
         """The prompt: as much of the conversation as fits into a message, and the question.
@@ -119,19 +117,23 @@ class Turn:
         :raises BadArgument: one of them has a wrong value, or they are too large for a message.
         """
         conversation = self._conversation
-        texts_bytes = len(conversation.system.encode(errors="replace")) + self._so_far.n_bytes
-        question = (m.ChatMessage("user", self._so_far.question), *self._so_far.steps)
+        texts_bytes = len(conversation.system.encode(errors="replace")) + self._told.n_bytes
+        question = (m.ChatMessage("user", self._told.question), *self._told.steps)
         exchanges = saves.newest(conversation.exchanges, texts_bytes + _frame_bytes(others), len(question))
         self.n_dropped = self._n_forgotten + len(conversation.exchanges) - len(exchanges)
         return (*_messages(conversation.system, exchanges), *question)
 
-    def exchange(self) -> list[saves.Exchange]:
-        """The question and its answer; if nothing of the answer was read, only what was there before."""
+    def so_far(self) -> list[saves.Exchange]:
+        """The exchanges with this question and its answer. If nothing of the answer was read, those from before: with
+        what the question has dropped, and with calls that wait for results."""
         answer = self.answer.encode()[: codec.CLIENT.string].decode(errors="ignore")
-        question, _, steps = self._so_far
+        question, _, steps = self._told
         if self.calls:
-            return [saves.Exchange(question, "", (*steps, m.ChatMessage("assistant", answer, self.calls)))]
-        return [saves.Exchange(question, answer, steps)] if answer else self._waiting
+            called = m.ChatMessage("assistant", answer, self.calls)
+            return [*self._conversation.exchanges, saves.Exchange(question, "", (*steps, called))]
+        if answer:
+            return [*self._conversation.exchanges, saves.Exchange(question, answer, steps)]
+        return self._before[1]
 
     def begin(self) -> None:
         conversation = self._conversations.find(self._name)
@@ -140,21 +142,16 @@ class Turn:
         self._before = conversation.system, list(conversation.exchanges)
         waiting = conversation.exchanges[-1:] if conversation.exchanges and conversation.exchanges[-1].waiting else []
         if isinstance(self._asked, str):
-            self._so_far = saves.Exchange(self._asked, "")
+            self._told = saves.Exchange(self._asked, "")
             kept = [_without_calls(exchange) for exchange in waiting]
         else:
-            self._so_far, self._waiting, kept = _with_results(waiting, self._asked), waiting, []
+            self._told, kept = _with_results(waiting, self._asked), []
         if waiting:
             conversation.exchanges[-1:] = [exchange for exchange in kept if exchange.answer]
         conversation.open = self
         self._conversation = conversation
         if self._system is not None:
             conversation.system = self._system
-
-    def take_back(self) -> None:
-        """The question could not be sent, or has failed without an answer: the conversation is as it was before."""
-        self._conversation.system, self._conversation.exchanges = self._before
-        self._n_forgotten, self._waiting = 0, []
 
     def shorten(self) -> bool:
         """Forgets the oldest question and answer of the prompt, and those that are older.
@@ -169,13 +166,15 @@ class Turn:
         self._n_forgotten += n
         return True
 
-    def end(self) -> None:
-        """The answer has ended. A question of which no answer was read leaves the exchanges as they were."""
+    def end(self, *, failed: bool = False) -> None:
+        """The answer has ended. A question of which no answer was read leaves the exchanges as they were.
+
+        :param failed: it has ended by an error. Without an answer the system text is that from before, too.
+        """
         conversation = self._conversation
-        conversation.open = None
-        if not (self.answer or self.calls):
-            conversation.exchanges[:0] = self._before[1][: self._n_forgotten]
-        conversation.exchanges += self.exchange()
+        conversation.open, conversation.exchanges = None, self.so_far()
+        if failed and not (self.answer or self.calls):
+            conversation.system = self._before[0]
 
 
 def _frame_bytes(others: Mapping[str, Any]) -> int:

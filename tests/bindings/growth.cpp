@@ -183,25 +183,59 @@ int64_t history_of(const std::vector<json> &frames) {
     return n;
 }
 
-/* A question that fails without an answer, after an answer with calls of tools that wait for results. */
+bool has_calls(const Save &save) { return save.exchanges.size() == 2 && save.exchanges[1].waiting(); }
+
+/* Asks after an answer with calls of tools that wait for results. */
+uint64_t ask_after_calls(Session &session, const char *beside) {
+    begin(session);
+    Save save = short_exchanges(1);
+    json answer = with_calls(1);
+    answer["content"] = beside;
+    save.exchanges.push_back({"How much?", "", json::array({answer})});
+    session.load("mira", std::move(save));
+    std::string system = "Be short.";
+    return session.ask("How are you?", "mira", &system, {{"kind", "chat"}, {"window", 1}});
+}
+
+/* A question without an answer, after an answer with calls of tools. */
 void leave_the_conversation() {
+    json done = {{"reason", "stop"}, {"n_prompt", 8}, {"n_generated", 0}, {"prefill_s", 0}, {"decode_s", 1}};
     for (const char *beside : {"", "Let me see."}) {
         Session session("growth");
-        begin(session);
-        Save save = short_exchanges(1);
-        json answer = with_calls(1);
-        answer["content"] = beside;
-        save.exchanges.push_back({"How much?", "", json::array({answer})});
-        session.load("mira", std::move(save));
-        std::string system = "Be short.";
-        session.ask("How are you?", "mira", &system, {{"kind", "chat"}, {"window", 1}});
+        ask_after_calls(session, beside);
+        check("a save has the calls before there is an answer", has_calls(session.saved("mira")));
         for (int64_t wire = 1; session.saved("mira").system != "Be kind." && wire < 9; ++wire) {
             hear(session, overflow(wire, 0));
             taken(session);
         }
         Save left = session.saved("mira");
-        check("a question that fails leaves system text and calls",
-              left.system == "Be kind." && left.exchanges.size() == 2 && left.exchanges[1].waiting());
+        check("a question that fails leaves system text and calls", left.system == "Be kind." && has_calls(left));
+
+        for (const char *end : {"cancelled", "done"}) {
+            Session other("growth");
+            uint64_t job = ask_after_calls(other, beside);
+            other.cancel(job);
+            hear(other, of_wire(1, end, 0, done));
+            taken(other);
+            left = other.saved("mira");
+            check("one that is cancelled, or gets an empty answer, leaves the calls",
+                  left.system == "Be short." && has_calls(left));
+        }
+
+        Session refused("growth");
+        ask_after_calls(refused, beside);
+        int64_t id = sent(refused).at(0)["id"].get<int64_t>();
+        hear(refused, {{"t", "error"}, {"id", id}, {"epoch", 5}, {"error", error_of(FS_OVERLOADED)}});
+        taken(refused);
+        left = refused.saved("mira");
+        check("one that is refused leaves both", left.system == "Be kind." && has_calls(left));
+
+        Session lost("growth");
+        ask_after_calls(lost, beside);
+        lost.lose({FS_CONNECTION_LOST, "gone"});
+        taken(lost);
+        left = lost.saved("mira");
+        check("so does one whose sidecar ends", left.system == "Be kind." && has_calls(left));
     }
 }
 

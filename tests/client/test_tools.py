@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional, TypedDict
 
+import anyio
 import jsonschema
 import pytest
 import trio
@@ -21,11 +22,13 @@ import frameshard
 import sidecars
 from frameshard import sync
 from frameshard.conversation import Conversations, Turn
-from frameshard.errors import BadArgument
+from frameshard.errors import BadArgument, ConnectionLost, JobCancelled, Overloaded
+from frameshard.testing import fake_engine
 from frameshard.tools import Tool, tool
 from frameshard.wire import codec, saves
 from frameshard.wire import messages as m
 from frameshard.wire.messages import ChatMessage, ModelInfo, ToolCall
+from sidecars import in_both
 
 
 class Mood(enum.Enum):
@@ -205,6 +208,64 @@ def test_an_answer_that_is_longer_than_a_message_can_have_is_cut_in_the_history(
     prompt = turn(conversations, "And then?")
     assert prompt[1].content == "x" + "ä" * (codec.CLIENT.string // 2 - 1)
     m.encode(m.Submit(1, 1, 1, "chat", prompt))  # which refuses what is too large
+
+
+WAITING = saves.Exchange("What is ale?", "", (ChatMessage("assistant", "", (PRICE,)),))
+
+
+@in_both
+async def test_a_question_without_an_answer_leaves_the_conversation() -> None:
+    data = saves.write(saves.save_of([saves.Exchange("Hello.", "Welcome."), WAITING], "Be kind.", "", "", "python"))
+    engine = fake_engine(endless=True, delay_s=0.001)
+    options: dict[str, Any] = {"engine": engine, "n_parallel": 1, "max_client_jobs": 2}
+    async with sidecars.launch(**options) as client, client.complete("la", sampling=sidecars.GREEDY):
+        # All questions wait behind that job, so they get no text.
+        def ask(**options: Any) -> frameshard.Stream:
+            client.load(data, conversation="mira")
+            return client.ask("Never mind.", conversation="mira", system="Be short.", **options)
+
+        def left(system: str) -> bool:
+            return client.history("mira") == (ChatMessage("system", system), *exchanges)
+
+        client.load(data, conversation="mira")
+        exchanges = client.history("mira")[1:]
+        assert len(exchanges) == 4
+        for fields in ({"adapters": {"nobody": 1.0}}, {"priority": 7}):
+            with pytest.raises(BadArgument):
+                await ask(**fields).completed()
+            assert left("Be kind."), "refused"
+        async with client.complete("la"):
+            with pytest.raises(Overloaded):
+                await ask().completed()
+            assert left("Be kind."), "refused"
+            with pytest.raises(Overloaded):
+                await client.tool_results({"id1": "2 gold"}, conversation="mira").completed()
+            assert left("Be kind."), "refused results"
+
+        async def settled() -> None:
+            while (await client.stats()).broker.jobs_queued:
+                await anyio.sleep(0.01)
+
+        await settled()
+        async with ask():
+            assert left("Be short."), "open"
+        assert left("Be short."), "left"
+        await settled()
+        with anyio.move_on_after(0):
+            await ask().completed()
+        assert left("Be short."), "timeout"
+        await settled()
+        async with ask() as stream:
+            await stream.cancel()
+            with pytest.raises(JobCancelled):
+                await stream.completed()
+        assert left("Be short."), "cancelled"
+
+        async with ask() as stream:
+            os.kill((await client.stats()).broker.pid, signal.SIGKILL)
+            with pytest.raises(ConnectionLost):
+                await stream.completed()
+        assert left("Be kind."), "lost"
 
 
 def test_as_much_history_as_fits_beside_the_options_is_in_the_prompt() -> None:

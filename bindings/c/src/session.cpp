@@ -73,14 +73,14 @@ void forget_calls(std::deque<Exchange> *exchanges) {
 }
 
 /* Undoes forget_calls. `calls` is the exchange that had them, or null. */
-void restore_calls(std::deque<Exchange> *exchanges, std::unique_ptr<Exchange> calls) {
+void restore_calls(std::deque<Exchange> *exchanges, const Exchange *calls) {
     if (calls == nullptr) {
         return;
     }
     if (!calls->steps.back()["content"].get_ref<const std::string &>().empty()) {
         exchanges->pop_back();
     }
-    exchanges->push_back(std::move(*calls));
+    exchanges->push_back(*calls);
 }
 
 } // namespace
@@ -171,18 +171,20 @@ uint64_t Session::answer_calls(const std::map<std::string, std::string> &results
     return number;
 }
 
-/* The exchange of a job, with what the program has taken of its answer. If that is nothing, what was there before. */
-std::deque<Exchange> Session::spoken(const Job &job) const {
+/* Adds the exchange of a job, with what the program has taken of its answer. If that is nothing, restores what was there
+ * before: calls that wait for results. */
+void Session::add_spoken(const Job &job, std::deque<Exchange> *exchanges) const {
     std::string answer = cut(job.answer.substr(0, job.taken), kMaxString);
     if (!job.calls.empty()) {
         Exchange exchange{job.question, "", job.steps};
         exchange.steps.push_back(step("assistant", answer, "", job.calls));
-        return {std::move(exchange)};
+        exchanges->push_back(std::move(exchange));
+    } else if (!answer.empty()) {
+        exchanges->push_back({job.question, std::move(answer), job.steps});
+    } else {
+        restore_calls(exchanges, job.calls_before.get());
+        exchanges->insert(exchanges->end(), job.unanswered.begin(), job.unanswered.end());
     }
-    if (answer.empty()) {
-        return job.unanswered;
-    }
-    return {Exchange{job.question, std::move(answer), job.steps}};
 }
 
 Save Session::saved(const std::string &conversation) const {
@@ -192,9 +194,7 @@ Save Session::saved(const std::string &conversation) const {
         save.system = found->second.system;
         save.exchanges = found->second.exchanges;
         if (found->second.speaking != 0) {
-            for (Exchange &exchange : spoken(jobs_.at(found->second.speaking))) {
-                save.exchanges.push_back(std::move(exchange));
-            }
+            add_spoken(jobs_.at(found->second.speaking), &save.exchanges);
         }
     }
     if (!model_.is_null()) {
@@ -862,28 +862,20 @@ Event Session::take() {
     }
     if (last) {
         by_wire_.erase(job.wire);
-        std::string conversation = job.conversation;
-        std::deque<Exchange> exchanges = spoken(job);
-        // A question without an answer drops nothing, and one that has failed changes nothing.
-        bool answered = job.taken > 0 || !job.calls.empty();
-        bool restores = !answered && event.fields.type == FS_EVENT_FAILED;
-        size_t forgotten = answered ? job.forgotten : 0;
-        std::string system = std::move(job.system_before);
-        std::unique_ptr<Exchange> calls = std::move(job.calls_before);
+        Job ended = std::move(job);
         jobs_.erase(found);
-        auto said = conversations_.find(conversation);
+        auto said = conversations_.find(ended.conversation);
         if (said != conversations_.end() && said->second.speaking == event.fields.job) {
             said->second.speaking = 0;
             std::deque<Exchange> &kept = said->second.exchanges;
-            kept.erase(kept.begin(), kept.begin() + std::ptrdiff_t(forgotten));
-            if (restores) {
-                said->second.system = std::move(system);
-                restore_calls(&kept, std::move(calls));
+            // A question without an answer leaves the exchanges as they were, and one that has failed changes nothing.
+            if (ended.taken > 0 || !ended.calls.empty()) {
+                kept.erase(kept.begin(), kept.begin() + std::ptrdiff_t(ended.forgotten));
+            } else if (event.fields.type == FS_EVENT_FAILED) {
+                said->second.system = std::move(ended.system_before);
             }
-            for (Exchange &exchange : exchanges) {
-                kept.push_back(std::move(exchange));
-            }
-            advance(conversation);
+            add_spoken(ended, &kept);
+            advance(ended.conversation);
         }
     }
     return event;

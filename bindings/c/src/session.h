@@ -110,7 +110,8 @@ class Session {
         size_t dropped = 0;   // oldest exchanges that the prompt lacks
         size_t forgotten = 0; // of them, those that the context has no room for; the conversation loses them
         bool begun = false;   // something of the answer has come
-        // Of the conversation before the question; a question that fails without an answer restores it.
+        // Of the conversation before the question. The system text is restored if the question fails without an answer,
+        // the exchange whose calls wait for results if it has no answer.
         std::string system_before;
         std::unique_ptr<Exchange> calls_before;
         bool accepted = false, asked_again = false, started = false, cancelled = false, ended = false;
@@ -136,7 +137,7 @@ class Session {
     void credit(Job &job, uint64_t next);
     void compare(const json &message);
     bool shorten(Job &job);
-    std::deque<Exchange> spoken(const Job &job) const;
+    void add_spoken(const Job &job, std::deque<Exchange> *exchanges) const;
     void ready(const json &model);
     Event &put(uint32_t type);
     void put_error(Event &event, const Error &error);
