@@ -6,8 +6,8 @@
                 print(event.text, end="")
 
 The end of a stream's block cancels its job. The end of the client's block ends all jobs, and the sidecar if it was
-launched here. No task runs and no cancel scope is open inside an iterator, so a stream may be left, passed on or
-dropped at any point. The client's own block is entered and left in one task; all tasks of its event loop may use it.
+launched here. No task runs and no cancel scope is open inside an iterator, so a stream may be left or passed on at any
+point. The client's own block is entered and left in one task; all tasks of its event loop may use it.
 
 anyio runs the one code in both libraries. Under asyncio a shield does not hold a task's own cancellation back, so each
 cleanup here is complete although any wait in it may be cancelled.
@@ -41,6 +41,7 @@ from frameshard.errors import (
     FrameshardError,
     JobCancelled,
     VersionMismatch,
+    again,
 )
 from frameshard.frame import FrameBlock
 from frameshard.images import Pixels, SharedImages
@@ -458,6 +459,9 @@ class Client:
             may call: see :meth:`tool_results`) and `tool_choice`. `timeline` is a number that comes back in each event:
             a game that loads a saved state can recognise answers to questions from before.
         """
+        for name, given in (("text", text), ("system", "" if system is None else system)):
+            if not isinstance(given, str):
+                raise BadArgument(f"{name} must be a string", field=name)
         turn = Turn(self._conversations, options.get("conversation"), system, text)
         return self._stream("chat", turn, lambda fields: {"messages": turn.messages(fields)}, options)
 
@@ -565,7 +569,7 @@ class Client:
 
         :raises EngineDied: no engine is running.
         """
-        absolute = os.path.abspath(path)
+        absolute = _absolute(path, "path")
         return self._asked(lambda: self._core.kv_save(conversation, absolute), m.Kv, KV_S)
 
     def load_kv(self, path: str | os.PathLike[str], *, conversation: str) -> Awaitable[m.Kv]:
@@ -576,7 +580,7 @@ class Client:
 
         :raises EngineDied: no engine is running.
         """
-        absolute = os.path.abspath(path)
+        absolute = _absolute(path, "path")
         return self._asked(lambda: self._core.kv_load(conversation, absolute), m.Kv, KV_S)
 
     @property
@@ -685,7 +689,8 @@ class Client:
 
         :param texts: 1 to 64 texts, each not empty.
         :returns: shape [number of texts, dimensions], float16. Each row has length 1.
-        :raises BadArgument: there are no texts, too many, or one of them is empty or larger than 64 KiB.
+        :raises BadArgument: there are no texts, too many, or one of them is empty or larger than 64 KiB; or `texts` is
+            one text and not a list.
         :raises ContextOverflow: a text is longer than the encoder's context. Detail has its index as ``text``.
         :raises Unsupported: the sidecar has no sentence encoder.
         :raises BadModel: the encoder's file cannot be used.
@@ -693,13 +698,13 @@ class Client:
         :raises Overloaded: too many requests wait.
         :raises EngineDied: the embedder's process died twice.
         """
-        return self._asked_then(lambda: self._core.embed(tuple(texts)), m.Embeddings, rows_of, EMBED_S)
+        return self._asked_then(lambda: self._core.embed(_listed(texts)), m.Embeddings, rows_of, EMBED_S)
 
     def embed_counted(self, texts: Sequence[str]) -> Awaitable[tuple[Rows, int]]:
         """As :meth:`embed`, with the number of tokens that the encoder has read for all texts (0: the sidecar is older
         and does not tell)."""
         return self._asked_then(
-            lambda: self._core.embed(tuple(texts)),
+            lambda: self._core.embed(_listed(texts)),
             m.Embeddings,
             lambda answer: (rows_of(answer), answer.n_tokens),
             EMBED_S,
@@ -744,7 +749,7 @@ class Client:
         :raises BadArgument: another file is loaded under this name, or too many adapters are loaded.
         :raises EngineDied: no engine is running, as while the lease is hibernated.
         """
-        absolute = os.path.abspath(path)
+        absolute = _absolute(path, "path")
         return self._asked(lambda: self._core.adapter_load(name, absolute), m.Adapters, ADAPTER_S)
 
     def adapter_unload(self, name: str) -> Awaitable[m.Adapters]:
@@ -810,7 +815,8 @@ class Client:
             self._cancel(job)
 
     def _why(self) -> FrameshardError:
-        return self._core.error or ConnectionLost("the client is closed")
+        assert self._core.error is not None
+        return again(self._core.error)
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
@@ -853,7 +859,9 @@ class Client:
         """
         inbox = self._answers.get(request_id)
         if inbox is None:
-            raise self._core.error or BadArgument("no further answer to this request comes")
+            if self._core.error is not None:
+                raise self._why()
+            raise BadArgument("no further answer to this request comes")
         # The time limit counts heartbeats, so time in which either process was stopped does not count. The time before
         # the request is sent does not count either.
         due_beats = self._core.heard_beats + timeout_s / BEAT_S
@@ -897,7 +905,7 @@ class Client:
     async def _greeted(self) -> None:
         await self._welcomed.wait()
         if self._core.error is not None:
-            raise self._core.error
+            raise self._why()
 
     async def _receive(self) -> None:
         while True:
@@ -1196,9 +1204,9 @@ def launch(
     fields: dict[str, Any] = {**options}
     for path in ("mmproj", "draft_model", "embedder", "fallback_key_file"):
         given = fields.pop(path, None)
-        fields |= {path: os.path.abspath(given)} if given else {}
+        fields |= {path: _absolute(given, path)} if given else {}
     if "adapters" in fields:
-        fields["adapters"] = [f"{name}={os.path.abspath(path)}" for name, path in _by_name(fields["adapters"])]
+        fields["adapters"] = [_named(name, path) for name, path in _by_name(fields["adapters"])]
     if isinstance(fields.get("connect_file"), os.PathLike):
         fields["connect_file"] = os.fspath(fields["connect_file"])
     for size in ("kv_cache", "host_budget"):
@@ -1206,7 +1214,7 @@ def launch(
             fields[f"{size}_bytes"] = mebibytes(fields.pop(f"{size}_mb"), f"{size}_mb")
     if on_loading is not None:
         fields["loading"] = "on"
-    fields |= {"model": os.path.abspath(model), "vram_budget_bytes": mebibytes(vram_budget_mb)}
+    fields |= {"model": _absolute(model, "model"), "vram_budget_bytes": mebibytes(vram_budget_mb)}
     return ClientScope(name, None, wire_launch.make_config(fields), log, on_loading)
 
 
@@ -1216,6 +1224,27 @@ def _known(options: Mapping[str, Any], all_options: type) -> dict[str, Any]:
         if name not in all_options.__annotations__:
             raise BadArgument(f"{name}: unknown option", field=name)
     return {**options}
+
+
+def _listed(texts: Sequence[str]) -> tuple[str, ...]:
+    """The texts of a list. A string is refused: it is a sequence too, of single letters."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise BadArgument("texts must be a list of strings", field="texts")
+    return tuple(texts)
+
+
+def _absolute(path: str | os.PathLike[str], field: str) -> str:
+    try:
+        return os.path.abspath(path)
+    except TypeError:
+        raise BadArgument(f"{field} must be a path", field=field) from None
+
+
+def _named(name: str, path: str | os.PathLike[str]) -> str:
+    """An adapter as the launch options have it. Its name ends at the first '='."""
+    if not isinstance(name, str) or "=" in name:
+        raise BadArgument(f"adapters: the name {name!r} must be a string without '='", field="adapters")
+    return f"{name}={_absolute(path, 'adapters')}"
 
 
 def _by_name(adapters: Mapping[str, T]) -> Iterable[tuple[str, T]]:

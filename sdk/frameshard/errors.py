@@ -7,9 +7,10 @@ message; only :func:`from_wire` and :meth:`FrameshardError.to_wire` convert them
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 
 class FrameshardError(Exception):
@@ -177,6 +178,15 @@ def from_wire(error: Mapping[str, object]) -> FrameshardError:
     return cls(
         str(error.get("message", "")), **({str(k): v for k, v in detail.items()} if isinstance(detail, Mapping) else {})
     )
+
+
+E = TypeVar("E", bound=FrameshardError)
+
+
+def again(error: E) -> E:
+    """Returns a copy of an error, without a traceback. If one exception is raised by many calls, its traceback grows
+    with each of them, and keeps the variables of all."""
+    return copy.copy(error)
 
 
 def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardError:

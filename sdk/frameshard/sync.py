@@ -34,7 +34,15 @@ import trio
 from frameshard import client as asynchronous
 from frameshard.client import Client, ClientScope, Completion, Rows, Stream
 from frameshard.conversation import LoadResult
-from frameshard.errors import BadArgument, ConnectionLost, DeadlineMissed, FrameshardError, JobCancelled, internal
+from frameshard.errors import (
+    BadArgument,
+    ConnectionLost,
+    DeadlineMissed,
+    FrameshardError,
+    JobCancelled,
+    again,
+    internal,
+)
 from frameshard.frame import FrameBlock
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
 from frameshard.tools import Tool
@@ -666,7 +674,7 @@ class Sidecar:
         if not self._ready.wait(timeout_s):
             raise DeadlineMissed(f"the sidecar was not ready within {timeout_s:g} s")
         if self._ended:
-            raise self.error or ConnectionLost("the sidecar is closed")
+            raise self._why()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Ends the session, and a launched sidecar; waits for that at most `timeout_s`, 0 for not at all."""
@@ -674,6 +682,10 @@ class Sidecar:
         self._thread.join(timeout_s)
 
     # ---- in the program's thread ------------------------------------------------------------------------------------
+
+    def _why(self) -> FrameshardError:
+        """Why nothing can be asked any more."""
+        return ConnectionLost("the sidecar is closed") if self.error is None else again(self.error)
 
     def _number(self) -> int:
         self._requests += 1
@@ -780,7 +792,7 @@ class Sidecar:
     def _do(self, command: _Command, job: Job | None = None) -> None:
         with self._ending:
             if self._ended:
-                raise self.error or ConnectionLost("the sidecar is closed")
+                raise self._why()
             if job is not None:
                 self._jobs.add(job)
             self._commands.put(command)

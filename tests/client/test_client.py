@@ -285,6 +285,16 @@ async def test_bad_arguments(shared_sidecar: Path) -> None:
         frameshard.launch("x", colour="red")
     with pytest.raises(errors.BadArgument):
         frameshard.launch("x", n_ctx=0)
+    for model, options, field in (
+        (None, {}, "model"),
+        ("x", {"mmproj": 5}, "mmproj"),
+        ("x", {"adapters": {"a": 5}}, "adapters"),
+        ("x", {"adapters": {5: "a"}}, "adapters"),
+        ("x", {"adapters": {"a=b": "c"}}, "adapters"),
+    ):
+        with pytest.raises(errors.BadArgument) as caught:
+            frameshard.launch(model, **options)  # type: ignore[arg-type]
+        assert caught.value.detail["field"] == field
     async with frameshard.connect(shared_sidecar) as client:
         for stream in (
             client.complete(""),
@@ -300,6 +310,17 @@ async def test_bad_arguments(shared_sidecar: Path) -> None:
         ):
             with pytest.raises(errors.BadArgument):
                 await stream.completed()
+        for question in (5, None):
+            with pytest.raises(errors.BadArgument, match="text must be a string"):
+                client.ask(question)  # type: ignore[arg-type]
+        with pytest.raises(errors.BadArgument, match="system must be a string"):
+            client.ask("x", system=5)  # type: ignore[arg-type]
+        for embed in (client.embed, client.embed_counted):
+            for texts in ("hello", 5):
+                with pytest.raises(errors.BadArgument, match="texts must be a list"):
+                    embed(texts)  # type: ignore[arg-type]
+        with pytest.raises(errors.BadArgument, match="path must be a path"):
+            client.save_kv("mira", 5)  # type: ignore[arg-type]
         with pytest.raises(errors.BadArgument, match="temprature: unknown option"):
             client.ask("x", temprature=1)  # type: ignore[call-arg]
         with pytest.raises(errors.BadArgument, match="NUL"):
@@ -395,6 +416,53 @@ async def test_streams_of_a_lost_sidecar_fail() -> None:
                 await stream.completed()
         with pytest.raises(errors.ConnectionLost):
             await client.ask("x").completed()
+
+
+@in_both
+async def test_a_client_whose_block_has_ended_is_lost() -> None:
+    begun = anyio.Event()
+
+    async def speak(client: frameshard.Client) -> None:
+        async with client.ask(WORDS) as stream:
+            await stream.__anext__()
+            begun.set()
+            with pytest.raises(errors.ConnectionLost):
+                await stream.completed()
+
+    async with anyio.create_task_group() as group:
+        async with launch(engine=fake_engine(endless=True, delay_s=0.001)) as client:
+            group.start_soon(speak, client)
+            await begun.wait()
+            stream = client.complete(WORDS)
+            await stream.__aenter__()
+    for call in (
+        client.budget,
+        client.shutdown,
+        client.ask("x").completed,
+        stream.completed,
+        lambda: client.set_budget(5),
+        lambda: client.embed(["x"]),
+    ):
+        with pytest.raises(errors.ConnectionLost):
+            await call()
+    await stream.cancel()
+    stream.set_priority(1)
+    await stream.aclose()
+    assert [notice async for notice in client.notices()] == []
+
+
+@in_both
+async def test_the_errors_of_a_lost_sidecar_do_not_grow() -> None:
+    async with launch() as client:
+        os.kill((await client.stats()).broker.pid, 9)
+        await until_lost(client)
+
+        async def length() -> int:
+            with pytest.raises(errors.ConnectionLost) as caught:
+                await client.budget()
+            return len(caught.traceback)
+
+        assert await length() == await length()
 
 
 @in_both

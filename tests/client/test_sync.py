@@ -356,6 +356,12 @@ def test_a_lost_sidecar() -> None:
         assert isinstance(seen[-1], Closed)
         assert isinstance(seen[-1].error, errors.ConnectionLost)
         assert isinstance(job.error, errors.ConnectionLost)
+        lengths = []
+        for _ in range(2):
+            with pytest.raises(errors.ConnectionLost) as caught:
+                sidecar.stats()
+            lengths.append(len(caught.traceback))
+        assert lengths[0] == lengths[1], "one error is not raised by many calls"
 
 
 def test_engine_changes_arrive() -> None:

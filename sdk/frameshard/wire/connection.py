@@ -22,7 +22,15 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from frameshard.errors import BadArgument, BadMessage, ConnectionLost, FrameshardError, Overloaded, VersionMismatch
+from frameshard.errors import (
+    BadArgument,
+    BadMessage,
+    ConnectionLost,
+    FrameshardError,
+    Overloaded,
+    VersionMismatch,
+    again,
+)
 from frameshard.wire import checks, states
 from frameshard.wire import messages as m
 
@@ -468,7 +476,11 @@ class ClientConnection:
             self._lose("gone", error)
 
     def close(self) -> None:
-        self._move("close")
+        """Ends the session. Later requests raise :class:`ConnectionLost`, or what has ended the session before."""
+        if self.error is None:
+            self._lose("close", ConnectionLost("the client is closed"))
+        else:
+            self._move("close")
 
     # ---- transport --------------------------------------------------------------------------------------------------
 
@@ -551,8 +563,10 @@ class ClientConnection:
         self._outgoing.append(m.encode(message))
 
     def _request(self, message: type[Any], **fields: Any) -> int:
-        if self.error is not None or self._epoch is None:
-            raise self.error or ConnectionLost("not connected yet")
+        if self.error is not None:
+            raise again(self.error)
+        if self._epoch is None:
+            raise ConnectionLost("not connected yet")
         try:
             request: m.Request = message(id=self._ids + 1, epoch=self._epoch, **fields)
         except checks.Refused as refused:
