@@ -171,6 +171,8 @@ class Stream:
         self._cancelled = False
         self._ended = False
         self._events: Inbox[m.JobEvent] | None = None
+        self._wait_for_room: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each event is taken, by a program that passes all events on."""
 
     def __repr__(self) -> str:
         state = "new" if self._job is None else "ended" if self._ended else "open"
@@ -208,6 +210,8 @@ class Stream:
             if self._events is None:
                 raise BadArgument("a stream is read inside its async with block")
             try:
+                if self._wait_for_room is not None:
+                    await self._wait_for_room()
                 event = await self._events.receive()
             except EndOfChannel:
                 self._end(failed=True)

@@ -316,18 +316,20 @@ class PacingArrived:
 
 @dataclass(frozen=True)
 class HistoryArrived:
-    """Answer to :meth:`Sidecar.history`."""
+    """Answer to :meth:`Sidecar.history`; an `error` instead if the session had ended before."""
 
     request: int
     messages: tuple[m.ChatMessage, ...]
+    error: FrameshardError | None = None
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Answer to :meth:`Sidecar.save`."""
+    """Answer to :meth:`Sidecar.save`; an `error` instead if the session had ended before."""
 
     request: int
     data: bytes
+    error: FrameshardError | None = None
 
 
 @dataclass(frozen=True)
@@ -406,7 +408,8 @@ class Sidecar:
         self._events: deque[Event] = deque()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._jobs: set[Job] = set()
+        self._open: dict[Job | int, Callable[[FrameshardError], Event]] = {}
+        """The jobs and requests whose last event has not come, with what makes that event if they fail."""
         self._conversations: dict[str, trio.Event] = {}
         self._ready = threading.Event()
         self._ended = False
@@ -513,7 +516,11 @@ class Sidecar:
         :returns: the number of :class:`HistoryArrived`.
         :raises BadArgument: the name of the conversation is not a string.
         """
-        return self._look(conversation, lambda client, number: HistoryArrived(number, client.history(conversation)))
+        return self._look(
+            conversation,
+            lambda client, number: HistoryArrived(number, client.history(conversation)),
+            lambda number, error: HistoryArrived(number, (), error),
+        )
 
     def save(self, conversation: str) -> int:
         """See :meth:`frameshard.Client.save`; does not wait for open answers.
@@ -521,7 +528,11 @@ class Sidecar:
         :returns: the number of :class:`Saved`.
         :raises BadArgument: the name of the conversation is not a string.
         """
-        return self._look(conversation, lambda client, number: Saved(number, client.save(conversation)))
+        return self._look(
+            conversation,
+            lambda client, number: Saved(number, client.save(conversation)),
+            lambda number, error: Saved(number, b"", error),
+        )
 
     def load(self, data: bytes, *, conversation: str) -> int:
         """See :meth:`frameshard.Client.load`; waits for the answers to what was asked in the conversation before.
@@ -535,11 +546,11 @@ class Sidecar:
             try:
                 with _typed():
                     result = client.load(data, conversation=conversation)
-                self._put(Loaded(number, result, None))
+                self._put_last(number, Loaded(number, result, None))
             except FrameshardError as error:
-                self._put(Loaded(number, None, error))
+                self._put_last(number, Loaded(number, None, error))
 
-        self._in_turn(conversation, load)
+        self._in_turn(conversation, load, number, partial(Loaded, number, None))
         return number
 
     def save_kv(self, conversation: str, path: str | os.PathLike[str]) -> int:
@@ -578,26 +589,27 @@ class Sidecar:
             :class:`BudgetRefused` will have.
         """
         number = self._number()
+        refused = partial(BudgetRefused, number)
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             try:
                 with _typed():
                     change = client.change_budget(vram_budget_mb, **terms)
             except FrameshardError as error:
-                self._put(BudgetRefused(number, error))
+                self._put_last(number, refused(error))
                 return None
 
             async def answers() -> None:
                 try:
                     self._put(BudgetGranted(number, await change.granted()))
                     self._put(BudgetReleased(number, await change.released()))
-                    self._put(BudgetObserved(number, await change.observed()))
+                    self._put_last(number, BudgetObserved(number, await change.observed()))
                 except FrameshardError as error:
-                    self._put(BudgetRefused(number, error))
+                    self._put_last(number, refused(error))
 
             return answers
 
-        self._do(command)
+        self._do(command, number, refused)
         return number
 
     def budget(self) -> int:
@@ -704,32 +716,43 @@ class Sidecar:
                 with _typed():
                     answer = ask(client)
             except FrameshardError as error:
-                self._put(arrived(number, None, error))
+                self._put_last(number, arrived(number, None, error))
                 return None
 
             async def wait() -> None:
                 try:
-                    self._put(arrived(number, await answer, None))
+                    self._put_last(number, arrived(number, await answer, None))
                 except Exception as error:
-                    self._put(arrived(number, None, internal(logger, "a request", error)))
+                    self._put_last(number, arrived(number, None, internal(logger, "a request", error)))
 
             return wait
 
-        self._do(command)
+        self._do(command, number, partial(arrived, number, None))
         return number
 
-    def _look(self, conversation: str, look: Callable[[Client, int], Event]) -> int:
+    def _look(
+        self,
+        conversation: str,
+        look: Callable[[Client, int], Event],
+        failed: Callable[[int, FrameshardError], Event],
+    ) -> int:
         """Has the event made that `look` returns, in the order of commands."""
         _check_name(conversation)
         number = self._number()
 
         def command(client: Client) -> None:
-            self._put(look(client, number))
+            self._put_last(number, look(client, number))
 
-        self._do(command)
+        self._do(command, number, partial(failed, number))
         return number
 
-    def _in_turn(self, conversation: str, change: Callable[[Client], None]) -> None:
+    def _in_turn(
+        self,
+        conversation: str,
+        change: Callable[[Client], None],
+        number: int | None = None,
+        failed: Callable[[FrameshardError], Event] | None = None,
+    ) -> None:
         """Changes a conversation when what was asked in it before is answered."""
         _check_name(conversation)
 
@@ -747,7 +770,7 @@ class Sidecar:
             after.set()
             return None
 
-        self._do(command)
+        self._do(command, number, failed)
 
     def _begin(self, conversation: str | None, open_stream: Callable[[Client], Stream]) -> Job:
         job = Job()
@@ -780,21 +803,30 @@ class Sidecar:
 
             return answer
 
-        self._do(command, job)
+        self._do(command, job, partial(Failed, job))
         return job
 
     async def _end_job(self, ending: Finished | Failed, before: trio.Event, after: trio.Event) -> None:
-        self._jobs.discard(ending.job)
-        self._put(ending)
+        self._put_last(ending.job, ending)
         await before.wait()  # a job may end before its turn, and those after it do not overtake those before it
         after.set()
 
-    def _do(self, command: _Command, job: Job | None = None) -> None:
+    def _do(
+        self,
+        command: _Command,
+        owner: Job | int | None = None,
+        failed: Callable[[FrameshardError], Event] | None = None,
+    ) -> None:
+        """Has a command carried out.
+
+        :param owner: the job or the request that it is for.
+        :param failed: makes the owner's last event, should the session end before.
+        """
         with self._ending:
             if self._ended:
                 raise self._why()
-            if job is not None:
-                self._jobs.add(job)
+            if owner is not None and failed is not None:
+                self._open[owner] = failed
             self._commands.put(command)
         self._soon(self._awake)
 
@@ -817,8 +849,8 @@ class Sidecar:
         finally:
             with self._ending:
                 self.error, self._ended = error, True
-            for job in self._jobs:  # each gets its end, those included that never began
-                self._put(Failed(job, error or ConnectionLost("the sidecar was closed")))
+            for failed in self._open.values():  # each gets its end, those included that never began
+                self._put(failed(error or ConnectionLost("the sidecar was closed")))
             self._put(Closed(error))
             self._ready.set()
 
@@ -866,6 +898,10 @@ class Sidecar:
     def _put(self, event: Event) -> None:
         self._events.append(event)
 
+    def _put_last(self, owner: Job | int, event: Event) -> None:
+        self._open.pop(owner, None)
+        self._put(event)
+
     def _awake(self) -> None:
         if self._wake is not None:
             self._wake.set()
@@ -894,13 +930,16 @@ class Sidecar:
         stream.on_thought = lambda thought: self._put(ThoughtAdded(job, thought))
         stream.on_tool_call = lambda call: self._put(ToolCalled(job, call))
         stream.on_paused = lambda paused: self._put(Paused(job) if paused else Resumed(job))
+        stream._wait_for_room = self._wait_for_room
         async with stream:
             async for delta in stream:
-                while len(self._events) >= MAX_EVENTS:
-                    if self._room is None:
-                        self._room = trio.Event()
-                    await self._room.wait()
                 self._put(TextAdded(job, delta))
+
+    async def _wait_for_room(self) -> None:
+        while len(self._events) >= MAX_EVENTS:
+            if self._room is None:
+                self._room = trio.Event()
+            await self._room.wait()
 
 
 def _check_name(conversation: object) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -206,6 +207,18 @@ def test_a_game_that_does_not_poll_loses_nothing() -> None:
             assert job.text == " ".join([f"No{index}."] * long.max_tokens)
 
 
+def test_a_game_that_does_not_poll_holds_a_long_thought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameshard.sync, "MAX_EVENTS", 8)
+    with start() as sidecar:
+        sidecar.wait_ready()
+        job = sidecar.ask("one", thinking="shown", thinking_tokens=200, window=256)
+        until(lambda: len(sidecar._events) >= 8)
+        threading.Event().wait(0.5)
+        assert len(sidecar._events) <= 8 + 2
+        play(sidecar, lambda: job.ended)
+        assert job.thought == "".join(f"hm{index} " for index in range(200))
+
+
 def test_a_job_goes_on_whose_queue_was_emptied_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frameshard.sync, "MAX_EVENTS", 8)
     polled: list[Event] = []
@@ -362,6 +375,47 @@ def test_a_lost_sidecar() -> None:
                 sidecar.stats()
             lengths.append(len(caught.traceback))
         assert lengths[0] == lengths[1], "one error is not raised by many calls"
+
+
+@pytest.mark.parametrize("end", ["close", "shutdown", "kill"])
+def test_each_request_gets_its_event_when_the_session_ends(end: str) -> None:
+    for _ in range(2):
+        with start() as sidecar:
+            sidecar.wait_ready()
+            sidecar.stats()
+            events: list[Event] = []
+            play(sidecar, lambda got=events: of(got, StatsArrived), events=events)
+            stats = of(events, StatsArrived)[0].stats
+            assert stats is not None
+            calls: list[Callable[[], int]] = [
+                sidecar.budget,
+                sidecar.stats,
+                lambda sidecar=sidecar: sidecar.plan([100]),
+                lambda sidecar=sidecar: sidecar.set_budget(100),
+                lambda sidecar=sidecar: sidecar.count_tokens("one"),
+                lambda sidecar=sidecar: sidecar.history("inn"),
+                lambda sidecar=sidecar: sidecar.save("inn"),
+                lambda sidecar=sidecar: sidecar.load(b"", conversation="inn"),
+            ]
+            asked = []
+            if end == "close":
+                asked = [call() for call in calls]
+                sidecar.close()
+            elif end == "shutdown":
+                sidecar.shutdown()
+            else:
+                os.kill(stats.broker.pid, signal.SIGKILL)
+            # A game that asks each frame, also in the last one.
+            with contextlib.suppress(errors.FrameshardError):
+                while True:
+                    asked += [call() for call in calls]
+                    time.sleep(0.001)
+            until(lambda sidecar=sidecar: sidecar._events and isinstance(sidecar._events[-1], Closed))
+            seen = sidecar.poll(1_000_000)
+            answered: Counter[int] = Counter(getattr(event, "request", 0) for event in seen)
+            partly = Counter(event.request for event in of(seen, BudgetGranted) + of(seen, BudgetReleased))
+            assert all(answered[number] - partly[number] == 1 for number in asked)
+            assert isinstance(seen[-1], Closed)
 
 
 def test_engine_changes_arrive() -> None:
