@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
+from frameshard.engine import budgets
 from frameshard.engine.budgets import Budgets
 from frameshard.errors import DeadlineMissed, OutOfMemory
 from frameshard.wire import engine as em
@@ -312,3 +314,55 @@ def test_a_change_that_is_refused_changes_neither_budget() -> None:
     assert isinstance(sent[-1], em.BudgetRefused)
     assert sent[-1].error.name == "out_of_memory"
     assert host.budget_bytes == 100
+
+
+class StandIn:
+    """Stands in for the runtime, its device and the counter of the driver, which never counts that less is used."""
+
+    vram_budget_bytes = 0
+
+    def __init__(self, *, late: bool) -> None:
+        self.device, self.observer = self, self if late else None
+        self.floor_lock = threading.Lock()
+        self.counted, self.was_read = threading.Event(), threading.Event()
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(floor_bytes=0, used_bytes=0)
+
+    def set_budget(self, n_bytes: int, timeout_s: float) -> None:
+        pass
+
+    def used(self) -> int:
+        self.counted.set()
+        return 1 << 40
+
+    def poll_frame_block(self) -> None:
+        self.was_read.set()
+        raise SystemExit  # ends the budget thread
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["idle", "the driver counts late"])
+def test_a_frame_block_is_read_from_when_it_is_opened(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "OBSERVE_EVERY_S", 3600.0)
+    link: Any = SimpleNamespace(send=lambda event: None, send_made=lambda make: make())
+    host: Any = SimpleNamespace(
+        budget_bytes=0,
+        observed_bytes=None,
+        check=lambda n_bytes: None,
+        set_budget=lambda n_bytes, timeout_s: None,
+        parts=lambda: SimpleNamespace(used_bytes=0),
+    )
+    runtime: Any = StandIn(late=late)
+    served = budgets.Budgets(link, lambda change: None, lambda: None)
+
+    def serve() -> None:
+        with contextlib.suppress(SystemExit):
+            served.serve(runtime, host)
+
+    threading.Thread(target=serve, daemon=True).start()
+    if late:
+        served.ask(em.SetBudget(1, 1 << 20, timeout_s=3600.0))
+        assert runtime.counted.wait(60)
+    time.sleep(0.1)  # the thread waits by now
+    served.follow_frame_block()
+    assert runtime.was_read.wait(60)

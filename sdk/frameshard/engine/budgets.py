@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -52,11 +51,13 @@ class Budgets:
         self.parked = False
         """True while the context and all weights are out of VRAM. Nothing is decoded then."""
         self.has_frame_block = False
-        """True if the device reads a frame block."""
+        """True if the device reads a frame block. :meth:`follow_frame_block` sets it."""
         self._link = link
         self._on_main = on_main
         self._replan = replan
-        self._asked: queue.SimpleQueue[em.SetBudget] = queue.SimpleQueue()
+        self._asked: collections.deque[em.SetBudget] = collections.deque()
+        self._awake = threading.Event()
+        """Set when the budget thread has something new to look at."""
         self._known_bytes = 0
         """The last budget that was reported to the broker."""
         self._park_done = threading.Event()
@@ -66,7 +67,13 @@ class Budgets:
 
     def ask(self, command: em.SetBudget) -> None:
         """[any thread] Queues a change."""
-        self._asked.put(command)
+        self._asked.append(command)
+        self._awake.set()
+
+    def follow_frame_block(self) -> None:
+        """[any thread] Says that the device now reads a frame block. The budget thread reads it from now on, too."""
+        self.has_frame_block = True
+        self._awake.set()  # else its current wait goes on for up to OBSERVE_EVERY_S
 
     def serve(self, runtime: Runtime, host: HostMemory) -> None:
         """[budget thread] Makes the changes one after the other, and follows the frame block. Never returns.
@@ -76,26 +83,32 @@ class Budgets:
         self._host = host
         self._known_bytes = runtime.vram_budget_bytes
         standing_bytes, since = -1, time.monotonic()
-        observed_at = 0.0
+        observe_at = time.monotonic() + OBSERVE_EVERY_S
         while True:
-            try:
-                command = self._asked.get(timeout=FRAME_BLOCK_S if self.has_frame_block else OBSERVE_EVERY_S)
-            except queue.Empty:
-                if self.has_frame_block:
-                    self._follow_frame_block(runtime)
-                if runtime.observer is None or time.monotonic() - observed_at < OBSERVE_EVERY_S:
-                    continue
-                observed_at = time.monotonic()
-                used = _used_bytes(runtime)
-                if used != standing_bytes:
-                    standing_bytes, since = used, time.monotonic()
-                elif time.monotonic() - since >= 2 * OBSERVE_EVERY_S and not self.parked:
-                    self._measure_overhead(runtime)
+            self._rest(runtime, observe_at)
+            if self._asked:
+                with contextlib.suppress(BrokerGone):  # the reader thread notices this, too, and ends the process
+                    self._carry_out(runtime, self._asked.popleft())
                 continue
-            with contextlib.suppress(BrokerGone):  # the reader thread notices this, too, and ends the process
-                self._carry_out(runtime, command)
+            observe_at = time.monotonic() + OBSERVE_EVERY_S
+            if runtime.observer is None:
+                continue
+            used = _used_bytes(runtime)
+            if used != standing_bytes:
+                standing_bytes, since = used, time.monotonic()
+            elif time.monotonic() - since >= 2 * OBSERVE_EVERY_S and not self.parked:
+                self._measure_overhead(runtime)
 
-    def _follow_frame_block(self, runtime: Runtime) -> None:
+    def _rest(self, runtime: Runtime, until: float) -> None:
+        """Waits until a change is queued, or the time ``until``. Follows the frame block meanwhile."""
+        while not self._asked and time.monotonic() < until:
+            left_s = _seconds_to(until)
+            self._awake.wait(min(FRAME_BLOCK_S, left_s) if self.has_frame_block else left_s)
+            self._awake.clear()
+            if self.has_frame_block:
+                self._read_frame_block(runtime)
+
+    def _read_frame_block(self, runtime: Runtime) -> None:
         """Reads the budget in the frame block. Reports it to the broker if it is new, also if the device has already
         taken it during a graph."""
         assert runtime.device is not None
@@ -141,7 +154,7 @@ class Budgets:
         self._known_bytes = runtime.vram_budget_bytes
         used = _used_bytes(runtime)
         self._send_released(runtime, command.seq, time.monotonic() - started)
-        measures = host_changed and self._asked.empty()  # the next change must not wait
+        measures = host_changed and not self._asked  # the next change must not wait
         host_observed = self._host.measure() if measures else self._host.observed_bytes
         within_bytes = used if command.parked else command.vram_budget_bytes
         observed = self._await_observed(runtime, within_bytes, started + command.timeout_s)
@@ -276,7 +289,7 @@ class Budgets:
 
     def _await_observed(self, runtime: Runtime, within_bytes: int, deadline: float) -> int | None:
         """Polls the VRAM that the driver counts, until it is within the budget, ``deadline`` has passed, or the next
-        change is queued: that one must not wait for a driver that counts late.
+        change is queued: that one must not wait for a driver that counts late. The frame block is followed meanwhile.
 
         :returns: the last count in bytes; None if the driver gives none.
         """
@@ -284,9 +297,9 @@ class Budgets:
             return None
         observed = runtime.observer.used()
         while observed is not None and within_bytes and observed > within_bytes and time.monotonic() < deadline:
-            if not self._asked.empty():
+            if self._asked:
                 break
-            time.sleep(OBSERVED_POLL_S)
+            self._rest(runtime, time.monotonic() + OBSERVED_POLL_S)
             observed = runtime.observer.used()
         return observed
 

@@ -462,7 +462,7 @@ class Engine:
         elif isinstance(command, em.OpenFrameBlock):
             if self._runtime is not None and self._runtime.device is not None:  # the CPU is not paced
                 self._runtime.device.open_frame_block(command.path)
-                self._budgets.has_frame_block = True
+                self._budgets.follow_frame_block()
         elif isinstance(command, em.SetPacing):
             if self._runtime is not None and self._runtime.device is not None:
                 self._runtime.device.set_scheduling_mode(command.scheduling_mode)
