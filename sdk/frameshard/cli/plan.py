@@ -1,6 +1,7 @@
 """``frameshard plan``: predicts placements and times at several budgets, without loading the model.
 
-The size of llama.cpp's buffers, and so the floor, is an estimate. It is at least as large as the floor of a launch. A
+The size of llama.cpp's buffers, and so the floor, is an estimate. It is at least as large as the floor of a launch,
+except for architectures with tensors of their own (``memory.NOT_ESTIMATED``) and for a launch that reads images. A
 budget below the floor is marked in the table; if all budgets are below it, that is an error.
 """
 
@@ -45,7 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=common.size,
         default=0,
         metavar="SIZE",
-        help="host memory for weights in MiB or with a unit (no limit); what does not fit is read from disk",
+        help="host memory for weights in MiB or with a unit (no limit); what does not fit is read from disk. The limit "
+        "of a launch is for all that its processes hold, so it must be larger",
     )
     parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of prompt (512)")
     parser.add_argument(
@@ -156,7 +158,14 @@ class _Forecast:
         overhead = 0 if self.device == native.EMULATED else memory.DRIVER_BYTES
         files = [read_adapter(path, model) for _, path in map(adapter_of, args.adapter)]
         shares = routing.recall(model)
-        workload = Workload(args.ctx, args.prompt, n_parallel=args.parallel, n_ubatch=args.ubatch, kv_type=args.kv_type)
+        workload = Workload(
+            args.ctx,
+            args.prompt,
+            n_parallel=args.parallel,
+            n_ubatch=args.ubatch,
+            kv_type=args.kv_type,
+            host_budget_bytes=args.host_budget,
+        )
         steps = memory.estimate_steps(model, self.device, workload)
         fixed = memory.fixed_vram(model, self.device, overhead) + vram_bytes(files, steps.sizes[0][0])
         self.buffers = fixed + steps.floor_bytes
@@ -241,6 +250,14 @@ class _Forecast:
             "rows": rows,
         }
 
+    def _launched(self) -> str:
+        """How the figures of a launch differ from the estimates."""
+        from frameshard.plan.memory import NOT_ESTIMATED
+
+        if self.model.arch in NOT_ESTIMATED:
+            return f"which are larger for {self.model.arch}, as it has tensors of its own"
+        return "which are no larger unless it reads images"
+
     def heading(self) -> str:
         model, full = self.model, self.full
         title = f"{model.path.name}: {model.arch}, {model.n_layer} layers, {common.format_size(model.file_bytes)}"
@@ -249,7 +266,7 @@ class _Forecast:
             f"{common.format_size(full.full_bytes)} ({common.format_size(self.buffers)} of it for buffers and "
             f"{common.format_size(self.context.whole)} for a full context of {self.n_ctx} tokens for each job; "
             f"{common.format_size(self.context.used)} for {self.n_prompt} of them). "
-            "Estimated without loading: a launch says the exact figures, which are no larger."
+            f"Estimated without loading: a launch says the exact figures, {self._launched()}."
         )
         if self._corrections.seen or self._corrections.cpu_factor != 1.0:
             bounds += " Times are corrected by what this model took here while it served."

@@ -46,6 +46,7 @@ from frameshard.plan.memory import (
     check_kv_type,
     check_sequences,
     estimate_floor,
+    floor_spread,
     logits_rows,
     mask_bytes,
 )
@@ -197,8 +198,7 @@ class Runtime:
         llama.make_context(self.config, self.n_threads, n_rows, counter, sliding_cells=n_sliding)
         if self.device is not None and floor_bytes:
             per_token = (self.device.stats().most_graph_bytes - floor_bytes) / (most - self.floor_step)
-            # Logits of all rows may take most of a small step. Their graph is laid out less tightly in a large context.
-            self.device.set_floor_graphs(floor_bytes + int(2 * per_token * n_rows))
+            self.device.set_floor_graphs(floor_bytes + floor_spread(per_token, n_rows))
         self.n_ctx_seq, self.n_ubatch, self.n_outputs_max = llama.n_ctx_seq, llama.n_ubatch, llama.n_outputs_max
 
     def _graph_bytes(self, n_tokens: int) -> int:
@@ -237,6 +237,7 @@ class Runtime:
             n_parallel=config.n_parallel,
             kv_type=config.kv_type,
             exact=config.mode != "planned",
+            host_budget_bytes=config.host_budget_bytes,
         )
         return estimate_floor(self.model_info, workload, images=bool(config.mmproj))
 

@@ -23,12 +23,20 @@ _VERIFIED = 32  # the most rows of logits in which drafted tokens are verified, 
 # The most that a compute buffer is, relative to the sum of a layer's tensors in _graph_bytes(). Measured: 1.0 to 1.25
 # with 11 models of 10 architectures and 64 to 1,024 tokens; 1.1 with 128 experts, as little as 0.5 with a few.
 _LIVE = 1.3
+# Of an expert whose feed-forward network is wider than the model, a gate, an up projection and their product are alive
+# together. Measured: 3.0 times the width for each expert in use, with _LIVE 3.25.
+_WIDE = 2.5
+# A layer's recurrent states of all sequences in a graph, as they are read and as they are written. Measured: 1.0 with
+# Mamba 2 and Falcon H1, 2.0 with Kimi Linear and RWKV.
+_STATES = 2
 # How much more a graph takes than in a layout of its own: llama.cpp lays its compute buffer out for the largest graph,
 # in which the tensors of a smaller one share less memory. Measured: 1.55 with minitron-8b, 1.0 with qwen3-30b-a3b.
 _SPREAD = 1.3
 # llama.cpp at our pin writes states of further sequences of PLaMo 2 into the cells of others, and aborts where there
 # are none. CogVLM computes logits of all tokens, and those of the first ones are returned.
 _MOST_SEQUENCES = {"plamo2": 2, "cogvlm": 0}
+NOT_ESTIMATED = frozenset({"deepseek4"})
+"""Architectures whose compute buffers are larger than estimated, because they have tensors of their own."""
 DRIVER_BYTES = 512 << 20
 """The approximate VRAM of a GPU's driver context and libraries. A running engine measures it."""
 
@@ -185,13 +193,36 @@ def estimate_steps(model: Model, device: str, workload: Workload, *, images: boo
         most_bytes = graph_bytes(workload.n_ubatch)
         return Steps(graph_bytes(workload.n_parallel), most_bytes, ((workload.n_ubatch, most_bytes),))
     least = floor_step(workload.n_parallel, images=images)
-    most = most_step(workload.n_ctx, least, limit=step_limit(model, workload.n_ctx, exact=workload.exact))
-    floor_bytes, most_bytes, pool = graph_bytes(least), graph_bytes(most), lay_out(model, device).sizes.pool_share
+    limit = step_limit(model, workload.n_ctx, exact=workload.exact)
+    most = most_step(workload.n_ctx, least, workload.host_budget_bytes, limit)
+    floor_bytes = _granular(device, _floor_graph_bytes(model, device, workload, least, most))
+    most_bytes, pool = graph_bytes(most), lay_out(model, device).sizes.pool_share
     sizes = []
     for n_tokens in step_sizes(least, most):
         n_bytes = min(graph_bytes(n_tokens, _SPREAD if most > least else 1.0), most_bytes)
         sizes.append((n_tokens, n_bytes + _granular(device, round(pool * max(n_bytes - floor_bytes, 0)))))
     return Steps(graph_bytes(workload.n_parallel), floor_bytes, tuple(sizes))
+
+
+def _floor_graph_bytes(model: Model, device: str, workload: Workload, least: int, most: int) -> int:
+    """Estimates the compute buffers that the floor has room for, as a launch makes them: of a step of ``least`` tokens,
+    and some for the logits of all rows, whose graph is laid out less tightly in a context for ``most`` tokens."""
+    floor_bytes = _graph_bytes(model, device, workload, least)
+    if most <= least:
+        return floor_bytes
+    per_token = (_graph_bytes(model, device, workload, most) - floor_bytes) / (most - least)
+    n_rows = logits_rows(workload.n_parallel, most, can_speculate=not model.recurrent_layers)
+    return floor_bytes + floor_spread(per_token, n_rows)
+
+
+def floor_spread(per_token: float, n_rows: int) -> int:
+    """The bytes that the floor has beside its small step for the graph with the logits of all rows: logits may take
+    most of a small step, and that graph is laid out less tightly in a large context.
+
+    :param per_token: the bytes that each further token of a step takes.
+    :param n_rows: the most rows of logits.
+    """
+    return int(2 * per_token * n_rows)
 
 
 def _granular(device: str, n_bytes: int) -> int:
@@ -204,10 +235,11 @@ def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -
     n_seq = workload.n_parallel
     cells = -(-workload.n_ctx // _PAGE) * _PAGE
     n_ff = model.integer("feed_forward_length")
-    between = 2 * n_ff
+    between: float = 2 * n_ff
     if model.n_expert_used:
         dense = any(tensor.name.endswith(".ffn_up.weight") for tensor in model.tensors)
-        experts = model.n_expert_used * (model.integer("expert_feed_forward_length", n_ff) + model.n_embd)
+        n_ff_expert = model.integer("expert_feed_forward_length", n_ff)
+        experts = model.n_expert_used * max(_WIDE * n_ff_expert, n_ff_expert + model.n_embd)
         between = max(between, experts) if dense else experts
     n_tokens = min(n_tokens, cells * n_seq)
     query = model.integer("attention.head_count") * model.integer("attention.key_length")
@@ -217,9 +249,11 @@ def _graph_bytes(model: Model, device: str, workload: Workload, n_tokens: int) -
     activations = _LIVE * 4 * n_tokens * max(of_a_layer, 3 * model.embedding_by_layer)
     largest_kv = max(map(sum, _kv_values(model).values()), default=0)
     logits = 4 * model.n_vocab * logits_rows(n_seq, n_tokens, can_speculate=not model.recurrent_layers)
+    states = _recurrent_values(model) * min(n_seq, n_tokens) if model.recurrent_layers else 0
     # The output head is last. It reuses the memory of the activations, except for those of the last layer.
     graph = (
         mask_bytes(model, n_tokens, cells, _sliding_cells(model, workload))
+        + _STATES * 4 * states
         + max(round(activations), logits + 12 * n_tokens * model.n_embd)
         + 64 * n_tokens
     )

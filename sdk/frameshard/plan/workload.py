@@ -18,6 +18,7 @@ class Workload:
     :param n_ubatch: the most tokens of one graph; 0 if the plan chooses it.
     :param kv_type: type of the KV cache.
     :param exact: for mode stream-only.
+    :param host_budget_bytes: the limit on host memory; 0: none. It limits the steps of prompts.
     """
 
     n_ctx: int
@@ -27,3 +28,4 @@ class Workload:
     n_ubatch: int = 512
     kv_type: KvType = "f16"
     exact: bool = False
+    host_budget_bytes: int = 0
