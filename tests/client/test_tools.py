@@ -193,12 +193,9 @@ def test_a_turn_without_an_answer_leaves_the_history(question: Any, fails: bool)
     n_messages = [len(told.messages({}))]
     while told.shorten():
         n_messages.append(len(told.messages({})))
-        assert conversations.history("mira")[:1] != whole[:1]
     assert n_messages == sorted(set(n_messages), reverse=True)
     assert told.n_dropped == len(n_messages) - 1 > 1
-    if fails:
-        told.take_back()
-    told.end()
+    told.end(failed=fails)
     assert conversations.history("mira") == whole
 
 
