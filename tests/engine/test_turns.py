@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 from batcher_driver import N_WORDS, Talk, tale, talk
 
 from frameshard.engine.batch import TURN_DECODES
@@ -92,3 +94,26 @@ def test_a_job_that_goes_on_keeps_the_cells_of_the_conversation_in_its_sequence(
         one.start(tale("fox"), n_answer=8, job=paused, resume=resume, history=started.history)
         assert len(speakers(one.events())) == 8 - len(resume)
         assert one.say(tale("owl", "again"), "owl")[0] > N_WORDS
+
+
+def test_a_paused_job_whose_conversation_loses_its_sequence_decodes_nothing_again(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talk(tiny_model("llama"), mode="stream_only") as one:
+        paused = one.start(tale("fox"), "fox", n_answer=8)
+        started, *said = until_token(one, paused)
+        one.batcher.cancel(paused, keep=True)
+        assert isinstance(started, em.Started)
+        one.say(tale("owl"), "owl")
+        resume = tuple(event.id for event in said if isinstance(event, em.Token))
+        n_decodes, decode = 0, one.runtime.decode
+
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal n_decodes
+            n_decodes += 1
+            return decode(*args, **options)
+
+        monkeypatch.setattr(one.runtime, "decode", counted)
+        one.start(tale("fox"), "fox", n_answer=8, job=paused, resume=resume, history=started.history)
+        assert len(speakers(one.events())) == n_decodes == 8 - len(resume)
+        assert one.say(tale("fox", "again"), "fox")[0] > N_WORDS

@@ -256,7 +256,9 @@ class Reuse:
     def _vacate(self, slot: Slot) -> None:
         """Keeps the cells of a conversation that loses its sequence."""
         self._crowded = self._crowded or slot.conversation is not None
-        self.keep(slot)
+        # The blob of a paused job has the same cells, and the job continues only from a blob with its mark.
+        if not any(blob.job and blob.conversation == slot.conversation for blob in self.store):
+            self.keep(slot)
 
     def _worth(self, slot: Slot) -> bool:
         """Whether a copy of the sequence can be reused, and is worth its time."""
