@@ -509,6 +509,15 @@ def test_a_refused_change_leaves_the_version_of_a_later_one() -> None:
     assert made.version == 4
 
 
+def test_refused_changes_leave_the_lease_as_it_was_before_all_of_them() -> None:
+    made, connection = lease(200, 200), host()
+    for number, state in enumerate(("parked", "active", "parked"), start=1):
+        made.set(connection, m.BudgetSet(number, EPOCH, 100 * MIB, state=state, version=number), 1.0)
+    for command in told(made):
+        made.engine_event(em.BudgetRefused(command.seq, m.ErrorInfo.of(errors.EngineDied("no"))), 1.0)
+    assert (made.state, made.version) == ("active", 0)
+
+
 def test_times_count_from_the_hosts_request() -> None:
     """A change that has waited for an engine, and one that is granted after its deadline."""
     made, connection = lease(200, 200), host()

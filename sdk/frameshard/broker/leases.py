@@ -494,6 +494,10 @@ class Lease:
         elif change.number == max(self._changes):
             self.version, state = change.before
             self._step(f"undo {state}", 0.0)
+        else:
+            # The version and the state of this change never came into force, so no later refusal may restore them.
+            later = next(other for other in self._changes.values() if other.number > change.number)
+            later.before = change.before
         self._end(change, m.Error(request.id, self._epoch, m.ErrorInfo.of(error)))
 
     def _end(self, change: _Change, answer: m.Reply) -> None:
