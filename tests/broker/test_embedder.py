@@ -192,6 +192,38 @@ async def test_clients_take_turns_and_one_that_goes_is_forgotten(encoder_path: P
 
 
 @in_trio
+async def test_requests_that_are_repeated_after_a_resumption_are_carried_out_once(encoder_path: Path) -> None:
+    async with launch(embedder=encoder_path) as client:
+        await client.embed(["a"])
+        freeze(pid := await embedder_of(client))
+        async with raw_peer(client.info) as raw:
+            session = (await raw.greet()).session
+            requests = [m.Embed(number, raw.epoch, ("a",)) for number in range(2, 18)]
+            for request in requests:
+                await raw.say(request)
+            await raw.say(m.Ping(18, raw.epoch))
+            await raw.hear_of(18)
+        async with raw_peer(client.info) as raw:
+            assert (await raw.greet(session=session)).resumed
+            for request in requests:
+                await raw.say(request)
+            heard: list[Any] = []
+
+            async def listen(until_id: int) -> None:
+                while not heard or heard[-1].id != until_id:
+                    heard.append(await raw.hear())
+
+            await raw.say(m.Ping(19, raw.epoch))
+            await listen(19)
+            thaw(pid)
+            await listen(requests[-1].id)
+            await raw.say(m.Embed(20, raw.epoch, ("b",)))
+            await listen(20)
+        answers = [(type(answer), answer.id) for answer in heard if not isinstance(answer, m.Pong)]
+        assert answers == [(m.Embeddings, number) for number in (*range(2, 18), 20)]
+
+
+@in_trio
 async def test_limits(encoder_path: Path) -> None:
     async with launch(embedder=encoder_path) as client:
         results: dict[str, Any] = {}

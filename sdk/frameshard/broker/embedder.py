@@ -87,7 +87,8 @@ class Embedder:
         self._news = trio.Event()
 
     def ask(self, connection: ServerConnection, request: m.Embed) -> None:
-        """Queues a request. Its answer follows.
+        """Queues a request. Its answer follows. One that waits already is not queued again: a client repeats what has
+        no answer when it resumes its session.
 
         :raises Unsupported: there is no sentence encoder.
         :raises Overloaded: too many requests wait.
@@ -95,6 +96,8 @@ class Embedder:
         if not self._path:
             raise Unsupported("this sidecar has no sentence encoder: launch it with embedder=PATH of a GGUF file")
         mine = self._waiting.get(connection, deque())
+        if any(asked.request.id == request.id for asked in mine):
+            return
         if len(mine) >= MAX_CLIENT_WAITING or sum(map(len, self._waiting.values())) >= MAX_WAITING:
             raise Overloaded("too many texts wait to be embedded: ask again when some answers have come")
         mine.append(_Asked(connection, request))
