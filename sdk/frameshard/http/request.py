@@ -49,7 +49,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "dimensions": (),
     "grammar": ("",),
     "mirostat": (0,),
-    "typical_p": (1,),
 }
 """Fields of things that are not built, with the values that do not ask for them."""
 
