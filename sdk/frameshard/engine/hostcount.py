@@ -168,6 +168,13 @@ class ModelPages:
         return total
 
 
+def _is_told(path: Path, owner: int) -> bool:
+    """Whether the system says which pages of a file are in memory: only of files that one owns or may write."""
+    if sys.platform != "linux":
+        return False
+    return owner == os.geteuid() or os.access(path, os.W_OK, effective_ids=True)
+
+
 class _Pages:
     """The pages of one file, or of a part of it."""
 
@@ -180,7 +187,7 @@ class _Pages:
             self._begin = found.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             n_bytes = (found.offset + found.n_bytes if found.n_bytes else status.st_size) - self._begin
             self._map = mmap.mmap(file.fileno(), n_bytes, access=mmap.ACCESS_READ, offset=self._begin)
-        self._is_told = status.st_uid == os.geteuid() or os.access(found.path, os.W_OK, effective_ids=True)
+        self._is_told = _is_told(found.path, status.st_uid)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._pages = np.empty(-(-len(self._map) // mmap.PAGESIZE), np.uint8)
 
@@ -189,8 +196,9 @@ class _Pages:
         return self._pages.size * mmap.PAGESIZE
 
     def forget(self) -> None:
-        with contextlib.suppress(OSError), open(self._path, "rb") as file:  # it may have been removed
-            os.posix_fadvise(file.fileno(), self._begin, len(self._map), os.POSIX_FADV_DONTNEED)
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError), open(self._path, "rb") as file:  # it may have been removed
+                os.posix_fadvise(file.fileno(), self._begin, len(self._map), os.POSIX_FADV_DONTNEED)
 
     def cached_bytes(self) -> int | None:
         libc = ctypes.CDLL(None, use_errno=True)
