@@ -605,7 +605,7 @@ class Batcher:
                 n = job.pictures[at].n_tokens
             else:
                 ends = (end for end in (*job.pictures, job_slot(job).store_at, len(job.to_prefill)) if end > at)
-                n = min(*ends, at + min(self.chunk, self._runtime.step)) - at
+                n = self._runtime.next_step(min(ends) - at, self.chunk)
             shapes.append((n, n))
             at += n
         return shapes

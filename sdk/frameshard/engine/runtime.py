@@ -52,7 +52,7 @@ from frameshard.plan.memory import (
 )
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import GraphSize
-from frameshard.plan.steps import EXACT_STEP, floor_step, most_step, step_sizes
+from frameshard.plan.steps import EXACT_STEP, floor_step, most_step, next_step, step_sizes
 from frameshard.plan.windows import can_take_back, sliding_cells, step_limit
 from frameshard.plan.workload import Workload
 from frameshard.wire.engine import EngineConfig
@@ -631,6 +631,12 @@ class Runtime:
             return error
         return VramTaken(f"other programs leave {left >> 20} MiB of VRAM, and a decode needs more: free some there")
 
+    def next_step(self, n_left: int, most: int | None = None) -> int:
+        """The tokens of the next step of a prompt of which ``n_left`` are left; at most ``most``. In mode stream-only
+        the last step is the smaller one, so that prompts that begin alike have the same steps."""
+        most = self.step if most is None else min(most, self.step)
+        return min(n_left, most) if self.mode == "stream_only" else next_step(n_left, most)
+
     def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
         """Appends ``tokens`` to sequence ``seq`` in steps that fit the budget. Raises the errors of :meth:`decode`, but
         :class:`StepTooLarge` only for a recurrent state, which is lost then.
@@ -642,7 +648,7 @@ class Runtime:
         begin = self._lengths[seq]
         self.expect(seq, min(begin + len(tokens), self.n_ctx_seq))
         while (at := self._lengths[seq] - begin) < len(tokens):
-            chunk = tokens[at : at + self.step]
+            chunk = tokens[at : at + self.next_step(len(tokens) - at)]
             last = at + len(chunk) == len(tokens)
             want = logits if logits != "last" or last else "none"
             try:

@@ -29,7 +29,7 @@ from frameshard.plan.layout import Layout, lay_out
 from frameshard.plan.memory import Context, estimate_context, estimate_steps, fixed_vram
 from frameshard.plan.model import Model
 from frameshard.plan.profile import Profile
-from frameshard.plan.steps import Steps
+from frameshard.plan.steps import Steps, next_step
 from frameshard.plan.weights import Mask
 from frameshard.plan.workload import Workload
 
@@ -145,7 +145,7 @@ class Plan:
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
         graphs = self._graphs(n_tokens, n_parallel)
-        return self._prompts.costs(graphs[0].n_tokens).bound(graphs, may_use_cpu=self.mode == "planned")
+        return self._prompts.costs(_largest(graphs)).bound(graphs, may_use_cpu=self.mode == "planned")
 
     def predicted_decode_s(self, n_parallel: int = 1, n_each: int = 1) -> float:
         """Predicted seconds of a graph with ``n_each`` tokens of each of ``n_parallel`` sequences, and the logits of
@@ -217,7 +217,7 @@ class Plan:
     def _return_s(self, n_prompt: int, n_parallel: int) -> float:
         """The time to copy into VRAM what the graphs of a prompt have no room for beside their compute buffer."""
         graph = n_parallel, self._costs.conditions.n_ctx_used, n_parallel
-        prompt_costs = self._prompts.costs(self._graphs(n_prompt, n_parallel)[0].n_tokens)
+        prompt_costs = self._prompts.costs(_largest(self._graphs(n_prompt, n_parallel)))
         host_kv = prompt_costs.at(*graph).host_kv.n_bytes - self._costs.at(*graph).host_kv.n_bytes
         share = self._costs.resident_share - prompt_costs.resident_share
         n_bytes = max(host_kv, 0.0) + float(self._costs.shards.n_bytes @ np.maximum(share, 0.0))
@@ -226,8 +226,9 @@ class Plan:
     def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[GraphSize]:
         """The graphs that prefill the prompts."""
         if n_tokens > self.n_ubatch:
-            starts = range(0, n_tokens, self.n_ubatch)
-            return [GraphSize(min(self.n_ubatch, n_tokens - done), done, 1) for done in starts] * n_parallel
+            first = next_step(n_tokens, self.n_ubatch)
+            others = [GraphSize(self.n_ubatch, done, 1) for done in range(first, n_tokens, self.n_ubatch)]
+            return [GraphSize(first, 0, 1), *others] * n_parallel
         together = min(self.n_ubatch // n_tokens, n_parallel)
         groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
         return [GraphSize(n * n_tokens, 0, n) for n in groups]
@@ -264,6 +265,10 @@ class Plan:
     def _predicted_s(self, work: Work, graphs: Sequence[GraphSize]) -> float:
         each_s = self._each_s(work, graphs)
         return sum(s * self.corrections.factor(work, graph.n_context) for s, graph in zip(each_s, graphs, strict=True))
+
+
+def _largest(graphs: Sequence[GraphSize]) -> int:
+    return max(graph.n_tokens for graph in graphs)
 
 
 @dataclass

@@ -87,6 +87,12 @@ def most_step(n_ctx: int, least: int, host_budget_bytes: int = 0, limit: int = M
     return max(1 << max(n_tokens.bit_length() - 1, 0), least)
 
 
+def next_step(n_left: int, most: int) -> int:
+    """The tokens of the next step of a prompt of which ``n_left`` are left. A smaller step comes first, because nothing
+    is computed while the host prepares the first one, which takes the longer the more tokens it has."""
+    return n_left % most or min(n_left, most)
+
+
 def step_sizes(least: int, most: int) -> Sequence[int]:
     """The steps to choose from: ``least`` and its doubles, up to ``most``."""
     doubled = (least << i for i in range(16))
