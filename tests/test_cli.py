@@ -118,7 +118,7 @@ def wrong_inputs(tmp_path: Path) -> Path:
     [
         (("plan", "--model", "split.gguf", "--vram-budget", "64"), "split.gguf: split.count is 'two'"),
         (("plan", "--profile", "utf16.json", "--vram-budget", "64"), "utf16.json is not a profile"),
-        (("plan", "--profile", "disk.json", "--vram-budget", "64"), "not a profile"),
+        (("plan", "--profile", "disk.json", "--vram-budget", "64"), "disk.json: not a profile"),
         (("profile", "--device", "emulated", "--seconds", "0.2", "--output", "folder"), "cannot write folder"),
         (("models", "path", "~nosuch/m.gguf"), "no model file ~nosuch/m.gguf"),
         (

@@ -74,7 +74,14 @@ def test_they_are_kept_for_one_model_and_one_profile(tmp_path: Path, monkeypatch
     assert corrections.load(model, H100, "stream_only") == corrections.NONE
     (file,) = tmp_path.rglob("corrections-*.json")
     whole = file.read_text()
-    changed = (("decode", "dance"), ('"n": 2', '"n": 0'), ("1.125", "-1.125"), ("1.125", "NaN"), ("1.125", "1e9"))
-    for damaged in ("", "{}", "[1]", whole[:-9], *(whole.replace(*each) for each in changed)):
+    changed = (
+        ("decode", "dance"),
+        ('"n": 2', '"n": 0'),
+        ("1.125", "-1.125"),
+        ("1.125", "NaN"),
+        ("1.125", "1e9"),
+        ('"n": 2', '"n": Infinity'),
+    )
+    for damaged in ("", "{}", "[1]", "[" * 100_000, whole[:-9], *(whole.replace(*each) for each in changed)):
         file.write_text(damaged)
         assert corrections.load(model, H100, "planned") == corrections.NONE

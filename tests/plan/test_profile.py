@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -80,16 +81,21 @@ def test_measurements_of_another_version_are_left_out() -> None:
         {"disk": {"read_bytes": [float("inf")], "rate": [1e9]}},
         {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "tokens": 1}}},
         {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "h2d_beside_cpu": "fast"}}},
+        {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "h2d_beside_cpu": -1.0}}},
+        {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "cpu_beside_copies": float("nan")}}},
+        {"fingerprint": {"device": "CUDA0", "cores": float("nan")}},
+        {"fingerprint": {"device": "CUDA0", "cores": [8]}},
+        {"host_memory": {"dram": [1e9, float("nan")]}},
     ],
 )
 def test_a_bad_profile_is_refused(spoil: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({**PROFILE.to_dict(), **spoil}))
-    with pytest.raises(BadArgument):
+    with pytest.raises(BadArgument, match=re.escape(str(path))):
         profiles.load(path)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"schema_version": 2}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"schema_version": 2}', "[" * 100_000])
 def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)

@@ -52,7 +52,15 @@ def test_counts_are_kept_by_model(moe_path: Path, tmp_path: Path, monkeypatch: p
     routing.save(model, {"blk.0.experts": [90, 0, 80, 0, 0, 70, 0, 0]})
     assert routing.recall(model) == routing.shares([[90, 0, 80, 0, 0, 70, 0, 0]]) != ()
     (path,) = tmp_path.rglob("routing-*.json")
-    for broken in ("", "[]", '{"blk.0.experts": [1]}', '{"blk.0.experts": 5}', '{"blk.0.experts": ["a"]}'):
+    for broken in (
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"blk.0.experts": [Infinity, 0, 0, 0, 0, 0, 0, 0]}',
+        '{"blk.0.experts": [1]}',
+        '{"blk.0.experts": 5}',
+        '{"blk.0.experts": ["a"]}',
+    ):
         path.write_text(broken)
         assert routing.load(model) == {}
 

@@ -112,7 +112,7 @@ NONE = Corrections()
 
 def load(model: Model, profile: Profile, mode: str) -> Corrections:
     """The kept corrections of a model in one mode of the engine; none if they belong to other rates."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         found = json.loads(_path(model, profile, mode).read_text("utf-8"))
         seen = {
             Kind(_work(each["work"]), int(each["doubled"])): Seen(float(each["log_ratio"]), int(each["n"]))

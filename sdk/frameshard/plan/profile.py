@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 from collections import Counter
@@ -131,6 +132,8 @@ class Profile:
         for key, product in self.products.items():
             parse_kind(key)
             _check_curve(key, product.tokens, product.cpu_flops, product.gpu_flops)
+            if not all(0 <= rate < float("inf") for rate in (product.cpu_beside_copies, product.h2d_beside_cpu)):
+                raise BadArgument(f"the profile's rates of {key} beside each other make no sense")
         for key, attention in self.attention.items():
             _check_curve(key, attention.cells, attention.kv_bytes, attention.flops)
         if self.copies:
@@ -139,6 +142,13 @@ class Profile:
         if self.disk:
             sizes = tuple(map(int, self.disk.get("read_bytes", ())))
             _check_curve("disk", sizes, tuple(self.disk.get("rate", ())))
+        for key, value in self.fingerprint.items():
+            if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+                raise BadArgument(f"the profile's fingerprint has {value} as {key}")
+        for columns in (self.copies, self.host_memory, self.disk):  # the others of these are only shown
+            for key, column in columns.items():
+                if not all(map(math.isfinite, column)):
+                    raise BadArgument(f"the profile's {key} has a value that is no number")
 
     @property
     def device(self) -> str:
@@ -344,7 +354,7 @@ class Profile:
             if not isinstance(values["fingerprint"]["device"], str):
                 raise BadArgument("not a profile: the device of its fingerprint is not a name")
             return cls(**values)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise BadArgument(f"not a profile: {error!r}") from error
 
 
@@ -444,7 +454,10 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
     except OSError as error:
         known = ", ".join(names())
         raise BadArgument(f"cannot read the profile {path}: {error.strerror}; by name there are: {known}") from error
-    return Profile.from_json(text)
+    try:
+        return Profile.from_json(text)
+    except BadArgument as error:
+        raise BadArgument(f"{path}: {error.message}") from error
 
 
 def names() -> list[str]:

@@ -43,7 +43,7 @@ def differ(one: Sequence[float], other: Sequence[float]) -> float:
 
 def load(model: Model) -> dict[str, list[int]]:
     """The kept counts of a model, by the name of the shard; empty if there are none that fit the model."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         found = json.loads(_path(model).read_text("utf-8"))
         return {
             str(name): [min(max(int(n), 0), 1 << 16) for n in counts]
