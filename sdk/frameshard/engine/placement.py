@@ -208,9 +208,8 @@ class Placement:
             floor_bytes = self.device.stats().floor_graph_bytes
             self.require_floor()
         graphs = ((n_tokens, whole(n_tokens)) for n_tokens in sizes)
-        self._steps = Steps(
-            0, floor_bytes, tuple((n, size + int(share * max(size - floor_bytes, 0))) for n, size in graphs)
-        )
+        steps = tuple((n, size + int(share * max(size - floor_bytes, 0))) for n, size in graphs)
+        self._steps = Steps(0, floor_bytes, steps, self._n_ctx_seq)
 
     def require_floor(self) -> None:
         """Graphs may raise the floor: from one the device learns which keys and values must stay in VRAM.

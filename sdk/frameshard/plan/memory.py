@@ -201,7 +201,7 @@ def estimate_steps(model: Model, device: str, workload: Workload, *, images: boo
     for n_tokens in step_sizes(least, most):
         n_bytes = min(graph_bytes(n_tokens, _SPREAD if most > least else 1.0), most_bytes)
         sizes.append((n_tokens, n_bytes + _granular(device, round(pool * max(n_bytes - floor_bytes, 0)))))
-    return Steps(graph_bytes(workload.n_parallel), floor_bytes, tuple(sizes))
+    return Steps(graph_bytes(workload.n_parallel), floor_bytes, tuple(sizes), workload.n_ctx)
 
 
 def _floor_graph_bytes(model: Model, device: str, workload: Workload, least: int, most: int) -> int:

@@ -57,6 +57,7 @@ _CPU_ORDERS = (
 # frame. On an H100 it was 4.4 ms with 12 ms of drawing in each frame.
 _BUSY_TURN = 1 / 3
 _AS_GOOD = 1.01  # times up to this factor of the least time count as equal, because nobody notices the difference
+_LONG = 4  # a step must also suit prompts of so many of the largest steps
 _NO_CONTEXT = Context()
 _NO_BUFFERS = Steps()
 
@@ -301,18 +302,25 @@ class _Prompts:
         return self._known[n_bytes]
 
     def choose_step(self) -> int:
-        """The step with the least time for each token near the start of a prompt, if all weights that are not resident
-        are streamed. Of steps that are about as good it is the smallest, which evicts the fewest weights."""
+        """The step that costs least in a prompt of the largest step and in one of several, if all weights that are not
+        resident are streamed. Where the two want different steps, it is the one with which either loses least. Of steps
+        that are about as good it is the smallest, which evicts the fewest weights."""
         room = self.budget - self.fixed_bytes - self.context.window - self.layout.least_bytes
-        streamed = np.zeros(len(self.layout.ladder), dtype=np.bool_)
         sizes = self.steps.within(room)
-        found: dict[int, float] = {}
-        for n in sizes:
-            graph = self.costs(n).at(n, (sizes[-1] - n) // 2)  # its tokens attend to as many others on average
-            computed_s, first = graph.computed_s(streamed), n / sizes[-1]  # the first step of a prompt follows none
-            waits_s = first * graph.preparation.behind(0.0) + (1 - first) * graph.preparation.behind(computed_s)
-            found[n] = (waits_s + computed_s) / n
-        return min(n for n, seconds in found.items() if seconds <= _AS_GOOD * min(found.values()))
+        losses = dict.fromkeys(sizes, 1.0)
+        for n_prompt in {sizes[-1], max(min(_LONG * sizes[-1], self.steps.n_ctx), sizes[-1])}:
+            found = {n: self._token_s(n, n_prompt) for n in sizes}
+            least_s = min(found.values())
+            losses = {n: max(losses[n], seconds / least_s) for n, seconds in found.items()}
+        return min(n for n, loss in losses.items() if loss <= _AS_GOOD * min(losses.values()))
+
+    def _token_s(self, n_tokens: int, n_prompt: int) -> float:
+        """The time for each token of a prompt that is read in steps of ``n_tokens``."""
+        streamed = np.zeros(len(self.layout.ladder), dtype=np.bool_)
+        graph = self.costs(n_tokens).at(n_tokens, (n_prompt - n_tokens) // 2)  # its tokens attend to as many others
+        computed_s, first = graph.computed_s(streamed), n_tokens / n_prompt  # the first step of a prompt follows none
+        waits_s = first * graph.preparation.behind(0.0) + (1 - first) * graph.preparation.behind(computed_s)
+        return (waits_s + computed_s) / n_tokens
 
 
 def make_plan(

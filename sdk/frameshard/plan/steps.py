@@ -35,11 +35,13 @@ class Steps:
     :param floor_bytes: what the floor has room for.
     :param sizes: steps with their bytes, ascending; the last is the largest step that llama.cpp's context allows. With
         their bytes come the workspaces that they make the driver hold.
+    :param n_ctx: the context of each sequence, in tokens; 0: it has room for one of the largest steps only.
     """
 
     least_bytes: int = 0
     floor_bytes: int = 0
     sizes: tuple[tuple[int, int], ...] = ((MOST_STEP, 0),)
+    n_ctx: int = 0
 
     @property
     def most_tokens(self) -> int:
