@@ -104,3 +104,42 @@ def test_the_readme_quotes_the_files(results: ModuleType) -> None:
     assert f"{hibernated['median']:.1f} s median, {hibernated['max']:.1f} s at most of 5" in readme
     film = json.loads((REPO / ".assets" / "film.json").read_text())
     assert f"from {film['full_mb']:.0f} to {film['changes'][0][2]:.0f} MiB" in " ".join(readme.split())
+
+
+@pytest.mark.parametrize("printed", ['{"error": {"name": "bad_argument"}}', ""])
+def test_a_failed_command_leaves_the_results(printed: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine" / "states-test.json"
+    path.parent.mkdir()
+    path.write_text("[]")
+    command = [sys.executable, str(TOOL), "record", str(path), "--", sys.executable, "-c", f"print({printed!r})"]
+    failed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert failed.returncode == 1
+    assert "is left as it was, because the command failed" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert path.read_text() == "[]"
+
+
+def test_measured_speculation_is_shown(results: ModuleType) -> None:
+    way = {"tps": 20.5, "ratio": 1.5, "tokens_per_step": 1.75, "runs_tps": [20.5] * 3}
+    row = {"budget_mb": 2048, "steps": {}, "greedy": {"off": way, "auto": way}, "drawn": {"off": way}}
+    shown = results.speculation([{"model": "m.gguf", "device": "CUDA0", "mode": "planned", "budgets": [row]}])
+    assert shown[0] == "m.gguf on CUDA0, measured:"
+    assert "| 2,048 | greedy | auto | 20.5 | 1.50 | 1.75 | 3 |" in shown
+
+
+def test_what_nvml_does_not_count_is_not_shown(results: ModuleType) -> None:
+    folder = REPO / "profiles" / "h100-80gb-pcie5-16c"
+    (images, *_) = results.read(folder / "bench-image-qwen2.5-vl-7b.json")
+    row = next(row for row in images["rows"] if "error" not in row)
+    for changed in ({"peak_nvml_mb": None}, {"budget_mb": None}):
+        assert not any("above" in line for line in results.bench_image([images | {"rows": [row | changed]}]))
+    (changes,) = results.read(folder / "negotiate-minitron-8b-f16.json")
+    counts = dict.fromkeys(("nvml_samples", "nvml_samples_above_budget"))
+    assert results.negotiate([changes | counts])[-2].endswith("not sampled by NVML.")
+
+
+def test_the_agreement_of_processors_is_shown(results: ModuleType) -> None:
+    (found, *_) = results.read(REPO / "profiles" / "h100-80gb-pcie5-16c" / "verify-minitron-4b-f16-vulkan.json")
+    (line,) = (line for line in results.verify([found]) if line.startswith("Reference"))
+    kl = results.number(found["processors"]["kl"])
+    assert line.endswith(f"Beside it, the device with all weights resident: same token 1.000, KL {kl}.")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import sys
 import threading
 import time
@@ -270,7 +271,7 @@ def spread(figures: list[float]) -> dict[str, float]:
         return {}
     return {
         "n": len(figures),
-        "p50_ms": figures[len(figures) // 2],
+        "p50_ms": statistics.median(figures),
         "p99_ms": figures[min(len(figures) - 1, int(len(figures) * 0.99))],
         "max_ms": figures[-1],
     }

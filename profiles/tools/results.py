@@ -253,14 +253,14 @@ def bench_image(results: list[Result]) -> list[str]:
         "run",
     ]
     all_rows = [(row, runs(results)[i]) for i, result in enumerate(results) for row in result["rows"]]
-    all_rows.sort(key=lambda each: (each[0]["budget_mb"], int(each[0]["image"].split("x")[0])))
+    all_rows.sort(key=lambda each: (each[0]["budget_mb"] or 0, int(each[0]["image"].split("x")[0])))
     rows, refused, alone = [], [], []
     for row, run in all_rows:
         if "error" in row:
             refused.append(f"{row['image']} at {number(row['budget_mb'])} MiB was refused: {row['error']}")
             continue
         other = row.get("upstream", {})
-        above = row["peak_nvml_mb"] - row["budget_mb"]
+        above = row["peak_nvml_mb"] - row["budget_mb"] if row["peak_nvml_mb"] and row["budget_mb"] else 0
         rows.append(
             [
                 row["image"],
@@ -380,10 +380,13 @@ def negotiate(results: list[Result]) -> list[str]:
             labels = ["refill begins after ms", "GB copied", "GB/s", "tokens meanwhile"]
             lines += table(labels, ([number(refill[name]) for name in names] for refill in refills))
         texts = f"{result['texts']} texts, {result['texts_that_differ']} differ from an undisturbed run; "
+        nvml = "not sampled by NVML"
+        if result["nvml_samples"] is not None:
+            nvml = f"{number(result['nvml_samples'])} samples of NVML, "
+            nvml += f"{result['nvml_samples_above_budget']} above the budget after its deadline"
         lines += [
             f"Floor {number(result['floor_mb'])} MiB, full {number(result['full_mb'])} MiB; "
-            f"{texts if result['texts'] else ''}{number(result['nvml_samples'])} samples of NVML, "
-            f"{result['nvml_samples_above_budget']} above the budget after its deadline.",
+            f"{texts if result['texts'] else ''}{nvml}.",
             "",
         ]
     return lines
@@ -462,11 +465,11 @@ def verify(results: list[Result]) -> list[str]:
             ],
             rows,
         )
-        own = result.get("cpu_reference") or result.get("processors")
         lines += [f"Reference: llama.cpp on {result['reference'].removeprefix('stock:')}.", ""]
-        if result.get("cpu_reference"):
-            share = f"{own['top1_agreement']:.3f}"
-            lines[-2] += f" llama.cpp's own CPU beside it: same token {share}, KL {number(own['kl'])}."
+        if beside := result.get("cpu_reference") or result.get("processors"):
+            of_cpu = "the device with all weights resident" if result["reference"] == "cpu" else "llama.cpp's own CPU"
+            share = f"{beside['top1_agreement']:.3f}"
+            lines[-2] += f" Beside it, {of_cpu}: same token {share}, KL {number(beside['kl'])}."
     return lines
 
 
@@ -474,12 +477,26 @@ def speculation(results: list[Result]) -> list[str]:
     lines = []
     for result in results:
         rows = []
+        if "profile" not in result:
+            lines += _measured_speculation(result)
+            continue
         for row in result["budgets"]:
             for name in ("greedy", "drawn"):
                 rows.append([number(row["budget_mb"]), name, *(f"{row[name][key]:.2f}" for key in ("gain", "least"))])
         lines += [f"{result['model']} on {result['profile']}, predicted:", ""]
         lines += table(["budget MiB", "answers", "times tokens/s without speculation", "least of one answer"], rows)
     return lines
+
+
+def _measured_speculation(result: Result) -> list[str]:
+    rows = []
+    for row in result["budgets"]:
+        for name in ("greedy", "drawn"):
+            for way, found in row[name].items():
+                cells = [f"{found['ratio']:.2f}", f"{found['tokens_per_step']:.2f}", str(len(found["runs_tps"]))]
+                rows.append([number(row["budget_mb"]), name, way, number(found["tps"]), *cells])
+    columns = ["budget MiB", "answers", "speculation", "tokens/s", "times tokens/s without", "tokens in a step"]
+    return [f"{result['model']} on {result['device']}, measured:", "", *table([*columns, "repeats"], rows)]
 
 
 def characters(results: list[Result]) -> list[str]:
@@ -760,8 +777,9 @@ def page() -> str:
 
 def chart() -> str:
     """The chart: TTFT and tokens/s over the VRAM that each process took, for one sequence and prompts of 1,024
-    tokens, by the newest run at each budget. llama.cpp is held to the same VRAM, with the setting that decodes fastest.
-    Where that one copies no weights for prompts, it is left out: another one would read them sooner."""
+    tokens, by the newest run at each budget. llama.cpp is held to the same VRAM, with the setting whose prompt and
+    answer take the least time together. Where that one copies no weights for prompts, it is left out: another one would
+    read them sooner."""
     panels = []
     for model, label in CHARTED:
         results = read(PROFILES / CHARTED_MACHINE / f"bench-{model}.json")
@@ -811,9 +829,17 @@ def machine_and_driver() -> tuple[str, str]:
 
 def record(path: Path, command: list[str], append: bool) -> int:
     """Runs a command and writes its result. Returns the exit status of the command: some tools report with it that a
-    check failed."""
+    check failed. If the command has failed and so has no result, nothing is written, and the status is not 0."""
     kind(path)
     ran = subprocess.run(command, stdout=subprocess.PIPE)
+    try:
+        found = json.loads(ran.stdout)
+        failure = json.dumps(found["error"]) if "error" in found else ""
+    except (ValueError, TypeError):
+        failure = "it printed no JSON object"
+    if failure:
+        print(f"{path} is left as it was, because the command failed: {failure}", file=sys.stderr)
+        return ran.returncode or 1
     machine, driver = machine_and_driver()
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
@@ -825,7 +851,7 @@ def record(path: Path, command: list[str], append: bool) -> int:
         "driver": driver,
         "command": shlex.join(command).removeprefix("python "),
     }
-    results = [*(read(path) if append and path.exists() else []), {"meta": meta, **json.loads(ran.stdout)}]
+    results = [*(read(path) if append and path.exists() else []), {"meta": meta, **found}]
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results if len(results) > 1 else results[0], indent=1) + "\n")
     return ran.returncode

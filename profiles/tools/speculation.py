@@ -40,7 +40,7 @@ from frameshard.models import resolve
 from frameshard.plan.memory import DRIVER_BYTES
 from frameshard.plan.model import read_model
 from frameshard.plan.plans import plan_workload
-from frameshard.plan.profile import Profile
+from frameshard.plan.profile import load
 from frameshard.plan.workload import Workload
 from frameshard.wire.engine import Done, EngineConfig, JobEvent, Submit
 from frameshard.wire.messages import Sampling
@@ -97,7 +97,8 @@ def checking(runtime: Runtime, tokens: list[int]) -> dict[str, dict[str, float]]
 def predict(args: argparse.Namespace) -> dict[str, Any]:
     """The gain that a profile predicts: for all answers of a set together, and for the answer with the least gain."""
     dialogue = json.loads(DIALOGUE.read_text())
-    model, profile = read_model(resolve(args.model)), Profile.from_json(Path(args.profile).read_text())
+    model = read_model(resolve(args.model))
+    profile = load(args.profile).seen_by(model)
     workload = Workload(1024, n_ubatch=args.ubatch)
     budgets = []
     for budget in args.vram_budget:
