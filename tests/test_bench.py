@@ -76,6 +76,7 @@ def test_a_picture_that_cannot_be_drawn_is_said(tmp_path: Path) -> None:
         (("--vs", "any"), "no driver counts VRAM on emulated:2, so llama.cpp cannot be held to the budget: add"),
         (("--vs", "any", "--vs-budget", "both"), "no driver counts VRAM on emulated:2"),
         (("--vs-budget", "process"), "name its program with --vs"),
+        (("--image", "32x32"), "--prompt has no effect with --image"),
         (
             ("--vs-budget", "both", "--vs", "any", "--image", "32x32"),
             "with --image the budget is for llama.cpp's weights",
@@ -87,6 +88,13 @@ def test_what_cannot_be_run_is_said(args: tuple[str, ...], says: str, shallow_mo
     assert result.returncode == 2
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_budget_below_the_floor_is_refused_before_anything_is_measured(shallow_model: Path) -> None:
+    result = bench(shallow_model, "--vram-budget", "full,1")
+    assert result.returncode == 2
+    assert "below the floor" in result.stderr
+    assert "tokens of prompt" not in result.stderr
 
 
 def in_vram(model: Model, ngl: int, ncmoe: int = 0) -> int:

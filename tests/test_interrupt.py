@@ -169,6 +169,15 @@ def test_a_benchmark_prints_what_it_has_measured(model_path: Path) -> None:
     assert 2 <= document["repeat"] == len(row["runs"]["ttft_s"]) == len(row["runs"]["decode_tps"]) < 500
 
 
+def test_a_benchmark_of_images_prints_what_it_has_measured(model_path: Path, mmproj_path: Path) -> None:
+    args = ("--image", "32x32", "--mmproj", str(mmproj_path), "--generate", "1", "--repeat", "500", "--json")
+    with running("bench", "--model", str(model_path), "--device", "emulated", *args) as process:
+        read_until(process, b"3 of 500")
+        document = json.loads(interrupted(process))
+    (row,) = document["rows"]
+    assert 2 <= document["repeat"] == len(row["runs"]["latency_s"]) < 500
+
+
 def until(condition: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + HANGS_S
     while not condition():

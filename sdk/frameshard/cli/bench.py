@@ -9,11 +9,8 @@ before the measured run.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import statistics
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,9 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="A,B,...",
         help="budgets in MiB or with a unit; also: floor, full (full)",
     )
-    parser.add_argument("--prompt", type=common.positive, default=512, metavar="N", help="tokens of each prompt (512)")
+    parser.add_argument("--prompt", type=common.positive, metavar="N", help="tokens of each prompt (512)")
     parser.add_argument("--generate", type=common.positive, default=64, metavar="N", help="tokens decoded (64)")
-    parser.add_argument("--parallel", type=common.positive, default=1, metavar="N", help="sequences at once (1)")
+    parser.add_argument("--parallel", type=common.positive, metavar="N", help="sequences at once (1)")
     parser.add_argument(
         "--ctx", type=common.positive, metavar="N", help="context of each sequence in tokens (what the rows need)"
     )
@@ -121,8 +118,12 @@ def run(args: argparse.Namespace) -> int:
 
         if args.vs_budget in ("process", "both"):
             raise errors.BadArgument("with --image the budget is for llama.cpp's weights: leave out --vs-budget")
+        for option in ("prompt", "parallel", "ctx", "timeline", "markdown"):
+            if getattr(args, option):
+                raise errors.BadArgument(f"--{option} has no effect with --image: leave it out")
         args.image = bench_images.parse_sizes(args.image)
         return bench_images.run(args)
+    args.prompt, args.parallel = args.prompt or 512, args.parallel or 1
     device = gpus.resolve(args.device).device
     needed = args.prompt + 1 + max(args.generate, GROUP, _DRAWN)
     _check(args, device, needed)
@@ -155,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
         if beside is not None:
             result["equal_vram"] = "process" in beside.allowances
             _choose(rows, beside, steps)
-        with _printed_if_interrupted(result, rows, workload, args):
+        with interrupt.printed(lambda: _report(result, [row for row in rows if row.was_measured], workload, args)):
             _repeat(rows, runtime, workload, beside, args, steps)
             if args.timeline:
                 _set_budget(rows[0], runtime)
@@ -192,28 +193,6 @@ def _repeat(
                 assert row.budget is not None
                 steps.next(beside.what(theirs, allowance, row.budget))
                 beside.measure(theirs)
-
-
-@contextlib.contextmanager
-def _printed_if_interrupted(
-    result: dict[str, Any], rows: list[_Row], workload: Workload, args: argparse.Namespace
-) -> Iterator[None]:
-    """Prints the rows that have runs if Ctrl-C ends the block, also while it is in native code."""
-    first = threading.Lock()  # held by the thread that prints
-
-    def report() -> None:
-        if first.acquire(blocking=False):
-            _report(result, [row for row in rows if row.was_measured], workload, args)
-            sys.stdout.flush()
-
-    interrupt.at_end.append(report)
-    try:
-        yield
-    except KeyboardInterrupt:
-        report()
-        raise
-    finally:
-        interrupt.at_end.remove(report)
 
 
 def _report(result: dict[str, Any], rows: list[_Row], workload: Workload, args: argparse.Namespace) -> None:

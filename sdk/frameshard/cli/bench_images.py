@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import common, progress
+from . import common, interrupt, progress
 from .vram import Sampler
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class _Row:
     error: str | None = None
     upstream: list[tuple[float, float, int | None]] = field(default_factory=list)
     placement: list[str] = field(default_factory=list)
+
+    @property
+    def was_measured(self) -> bool:
+        """Whether it has at least one run, or was refused."""
+        return bool(self.latency) or self.error is not None
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:
@@ -98,25 +103,34 @@ def run(args: argparse.Namespace) -> int:
         progress.steps(args.repeat * n_rows * (2 if args.vs else 1)) as steps,
         common.load_within(config, args.vram_budget) as runtime,
     ):
-        result |= {"generate": args.generate, "repeat": args.repeat}
+        result["generate"] = args.generate
         vision = Vision(runtime, config.mmproj)
         rows = [_Row(image, budget) for image in args.image for budget in common.budgets_of(args.vram_budget, runtime)]
-        for _ in range(args.repeat):
-            for row in rows:
-                where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
-                steps.next(f"{row.image[0]}x{row.image[1]}{where}")
-                if row.error is None:
-                    _measure(row, runtime, vision, seeds, args)
-                if args.vs and row.budget is not None:
-                    steps.next(f"llama.cpp{where}")
-                    _measure_upstream(row, runtime, config.mmproj, seeds, args)
+        with interrupt.printed(lambda: _report(result, [row for row in rows if row.was_measured], args)):
+            for _ in range(args.repeat):
+                for row in rows:
+                    where = "" if row.budget is None else f" at {common.format_size(row.budget)}"
+                    steps.next(f"{row.image[0]}x{row.image[1]}{where}")
+                    if row.error is None:
+                        _measure(row, runtime, vision, seeds, args)
+                    if args.vs and row.budget is not None:
+                        steps.next(f"llama.cpp{where}")
+                        _measure_upstream(row, runtime, config.mmproj, seeds, args)
         vision.close()
+    _report(result, rows, args)
+    return 0
+
+
+def _report(result: dict[str, Any], rows: list[_Row], args: argparse.Namespace) -> None:
+    """Prints the rows, if there are any. After Ctrl-C these are fewer, or medians of fewer runs."""
+    if not rows:
+        return
+    result["repeat"] = min((len(row.latency) for row in rows if row.error is None), default=args.repeat)
     result["rows"] = [_document(row) for row in rows]
     if args.json:
         common.emit_json(result)
     else:
         _print(result)
-    return 0
 
 
 def noise(seed: int, width: int, height: int) -> Image:

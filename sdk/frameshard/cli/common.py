@@ -78,14 +78,22 @@ def load_within(config: EngineConfig, budgets: str) -> Runtime:
 
 def budgets_of(text: str, runtime: Runtime) -> Iterator[int | None]:
     """The budgets of a list in bytes. ``floor`` and ``full`` are those of the loaded model. On the CPU there is one
-    budget, ``None``."""
+    budget, ``None``.
+
+    :raises BudgetBelowFloor: one of them is below the floor.
+    """
+    from frameshard.errors import below_floor
+
     if runtime.device is None:
         yield None
         return
     stats = runtime.device.stats()
     named = {"floor": stats.floor_bytes, "full": stats.full_bytes}
     for part in text.split(","):
-        yield named[part.strip()] if part.strip() in named else parse_size(part)
+        budget = named[part.strip()] if part.strip() in named else parse_size(part)
+        if 0 < budget < stats.floor_bytes:
+            raise below_floor(budget, stats.floor_bytes)
+        yield budget
 
 
 def format_size(n_bytes: int) -> str:

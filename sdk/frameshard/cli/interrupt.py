@@ -68,6 +68,29 @@ def prompt() -> Iterator[None]:
             wakeup.close()
 
 
+@contextlib.contextmanager
+def printed(report: Callable[[], None]) -> Iterator[None]:
+    """Prints what was measured until then, if Ctrl-C ends the block, also while it is in native code.
+
+    :param report: prints it.
+    """
+    first = threading.Lock()  # held by the thread that prints
+
+    def once() -> None:
+        if first.acquire(blocking=False):
+            report()
+            sys.stdout.flush()
+
+    at_end.append(once)
+    try:
+        yield
+    except KeyboardInterrupt:
+        once()
+        raise
+    finally:
+        at_end.remove(once)
+
+
 def _end() -> None:
     for restore in at_end:
         with contextlib.suppress(Exception):
