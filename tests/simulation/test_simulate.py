@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import frameshard
+from frameshard.cli import simulate as command
+from frameshard.errors import BadArgument
 from frameshard.simulation import plot, trace
 from frameshard.simulation.player import MIB, Change, Recording, Sample, over_the_lease, play
 from sidecars import in_trio
 
 
 def simulate(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "frameshard", "simulate", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-m", "frameshard", "simulate", *args], capture_output=True, text=True, timeout=300
+    )
 
 
 def shortened(name: str, directory: Path) -> str:
@@ -120,6 +126,24 @@ def test_a_device_without_vram_is_refused(shallow_model: Path) -> None:
     assert json.loads(result.stdout)["error"]["name"] == "bad_argument"
 
 
+def test_the_mode_is_the_sidecars(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object, mode: str, **__: object) -> None:
+        raise BadArgument(f"asked for {mode}")
+
+    monkeypatch.setattr(frameshard, "launch", launch)
+    args = ["simulate", "menu", "--model", __file__, "--mode", "stream_only"]
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    with pytest.raises(BadArgument, match="asked for stream_only"):
+        command.run(parser.parse_args(args))
+
+
+def test_quantiles() -> None:
+    assert command.quantile([], 0.5) is None
+    assert [command.quantile([59.0, 1.0], share) for share in (0.0, 0.5, 1.0)] == [1.0, 30.0, 59.0]
+    assert command.quantile([1.0, 2.0, 7.0], 0.5) == 2.0
+
+
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(plot.BadArgument, match=r"pip install 'frameshard\[plots\]'"):
@@ -163,6 +187,12 @@ def test_the_judge(used_mb: float, at: float, kept: bool) -> None:
     assert (judged(used_mb, at) == []) is kept
 
 
+def test_the_largest_excess_is_said() -> None:
+    samples = [Sample(at, at, mb * MIB, 0, None, 0.0, None) for at, mb in ((0.1, 3), (0.2, 9), (0.3, 4))]
+    recording = Recording("t", 0, 0, samples=samples)
+    assert over_the_lease(recording, MIB, 0) == ["8.0 MiB above the lease at 0.20 s"]
+
+
 def test_without_a_limit_no_host_memory_is_too_much() -> None:
     recording = Recording("t", 0, 0)
     recording.changes = [
@@ -191,6 +221,17 @@ async def test_a_script_limits_host_memory(own_shallow_model: Path, tmp_path: Pa
     assert all(sample.host_used_bytes > own_shallow_model.stat().st_size for sample in recording.samples)
     plot.draw([recording], str(tmp_path / "maps.svg"))
     assert "host, MiB" in (tmp_path / "maps.svg").read_text()
+
+
+def test_host_memory_that_nobody_counts_is_not_drawn() -> None:
+    """While the sidecar is hibernated there is no engine that counts it, but the broker holds some."""
+    drawn: list[float] = []
+    axes = SimpleNamespace(
+        step=lambda *_, **__: None, axhline=lambda *_, **__: None, plot=lambda _, values, **__: drawn.extend(values)
+    )
+    samples = [Sample(at, at, 0, 0, None, 0.0, None, used) for at, used in ((0.0, 5 * MIB), (1.0, 0), (2.0, 5 * MIB))]
+    plot._host(axes, Recording("t", 0, 0, samples=samples))
+    assert drawn == [5.0, pytest.approx(math.nan, nan_ok=True), 5.0]
 
 
 def test_a_recording_without_a_lease_is_drawn(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ def test_a_file(tmp_path: Path) -> None:
         ({"events": [{"at": 3, "do": "idle"}]}, "event 0: at: events are in order, none after the end"),
         ({"events": [{"at": 0, "do": "vram", "game_mb": 9000}]}, "event 0: game_mb: more than the card has"),
         ({"events": [{"at": 0, "do": "draw", "frame_ms": 0}]}, "event 0: frame_ms: must be from 1"),
+        ({"events": [{"at": 0, "do": "vram", "game_mb": 1, "deadline_ms": 0}]}, "event 0: deadline_ms: must be from 1"),
+        ({"events": [{"at": 0, "do": "host", "deadline_ms": 60001}]}, "event 0: deadline_ms: must be from 1"),
         ({"events": [{"at": 0, "do": "host", "above_floor_mb": -1}]}, "event 0: above_floor_mb: must be"),
         ({"events": [{"at": 0, "do": "lease", "state": "parked"}]}, "events: the last lease must be active"),
         ({"events": [{"at": 0, "do": "lease", "state": "asleep"}]}, "event 0: state: must be one of active"),
@@ -54,7 +56,7 @@ def test_what_is_wrong_is_named(changed: dict[str, Any], words: str) -> None:
         trace.parse("t", json.dumps({**WHOLE, **changed}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{"])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 100_000])
 def test_what_is_no_trace_at_all(text: str) -> None:
     with pytest.raises(BadArgument, match="trace t is no JSON"):
         trace.parse("t", text)

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
             n_ubatch=args.ubatch,
             kv_type=args.kv_type,
             n_threads=args.threads,
+            mode=args.mode,
             name="simulate",
         ) as client:
             await client.set_pacing(args.scheduling_mode)
@@ -127,7 +128,13 @@ def summary(recording: Recording) -> dict[str, Any]:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+    """The value below which this share of ``values`` lies, between two of them in proportion; None without values."""
+    if not values:
+        return None
+    found, at = sorted(values), share * (len(values) - 1)
+    below = int(at)
+    above = min(below + 1, len(found) - 1)
+    return found[below] + (at - below) * (found[above] - found[below])
 
 
 HEADS = ("trace", "s", "leases", "p50", "max", "back", "jobs", "tokens", "frame", "p99", "faults")

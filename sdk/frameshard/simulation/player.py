@@ -44,7 +44,7 @@ class Sample:
     :param used_bytes: VRAM in its ledger.
     :param observed_bytes: VRAM that the driver counts; None if the driver does not report it.
     :param frame_ms: the time of the last frame; None while nothing is drawn.
-    :param host_used_bytes: host memory of all processes, by the sidecar's count.
+    :param host_used_bytes: host memory of all processes, by the engine's count; 0 while there is no engine.
     """
 
     at: float
@@ -384,10 +384,12 @@ def _over(
     changes: Sequence[tuple[Change, float]], first_bytes: float, samples: Sequence[tuple[Sample, int]], what: str
 ) -> list[str]:
     """
+    The largest excess since each change.
+
     :param changes: the changes with the bytes that each allows.
     :param samples: the samples with the bytes that are held.
     """
-    found: dict[float, str] = {}
+    found: dict[float, tuple[float, str]] = {}
     for sample, used_bytes in samples:
         latest, allowed = 0.0, first_bytes
         for change, budget_bytes in changes:
@@ -396,7 +398,7 @@ def _over(
             settled = change.at + min(change.deadline_s, change.released_s or math.inf) <= sample.at
             allowed = budget_bytes if settled else max(allowed, budget_bytes)
             latest = change.at
-        if used_bytes > allowed:
-            over = (used_bytes - allowed) / MIB
-            found[latest] = f"{over:.1f} MiB above the {what} at {sample.at:.2f} s"
-    return list(found.values())
+        over = (used_bytes - allowed) / MIB
+        if over > max(0.0, found.get(latest, (0.0, ""))[0]):
+            found[latest] = over, f"{over:.1f} MiB above the {what} at {sample.at:.2f} s"
+    return [problem for _, problem in found.values()]

@@ -93,9 +93,8 @@ def _host(axes: Any, recording: Recording) -> None:
     samples = recording.samples
     limits = [change.host_budget_bytes / MIB or math.nan for change in recording.changes]  # no line where there is none
     axes.step(*_to_the_end(recording, limits), where="post", color=ASKED, lw=1.4)
-    axes.plot(
-        [sample.until for sample in samples], [sample.host_used_bytes / MIB for sample in samples], color=HELD, lw=1.2
-    )
+    used = [sample.host_used_bytes / MIB or math.nan for sample in samples]  # hibernated: only the broker holds some
+    axes.plot([sample.until for sample in samples], used, color=HELD, lw=1.2)
     axes.axhline(recording.host_floor_bytes / MIB, color=INK, lw=0.7, ls=":")
 
 

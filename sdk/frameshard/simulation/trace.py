@@ -24,8 +24,8 @@ It is a JSON file:
 | ask | sends `text` in the conversation with `who`; the questions of one conversation are asked one after another |
 | cancel | cancels the answer of `who` |
 
-Events are in the order of `at`, in seconds from the start. Deadlines are in real time, also in a replay at another
-speed.
+Events are in the order of `at`, in seconds from the start. Deadlines (`deadline_ms`, 1 to 60,000) are in real time,
+also in a replay at another speed.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def parse(name: str, text: str) -> Trace:
     """
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadArgument(f"trace {name} is no JSON: {error}") from None
     if not isinstance(document, dict):
         raise BadArgument(f"trace {name} is no JSON object")
@@ -185,6 +185,8 @@ def parse(name: str, text: str) -> Trace:
                 raise checks.Refused("game_mb: more than the card has")
             if isinstance(event, Draw) and not 1 <= event.frame_ms <= 1000:
                 raise checks.Refused("frame_ms: must be from 1 to 1000")
+            if isinstance(event, (Vram, Host, Lease)) and not 1 <= event.deadline_ms <= 60_000:
+                raise checks.Refused("deadline_ms: must be from 1 to 60000")
         where = ""
         states = [event.state for event in events if isinstance(event, Lease)]
         if states and states[-1] != "active":
