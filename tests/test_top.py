@@ -45,6 +45,7 @@ async def test_one_screen_and_its_figures(shallow_model: Path) -> None:
         assert document["budget"]["host_floor_bytes"] > document["engine"]["host"]["weights_bytes"] > 40 << 20
         assert screen.returncode == 0, screen.stderr
         assert max(map(len, screen.stdout.decode().splitlines())) <= 80
+        assert "…" not in screen.stdout.decode()  # nothing is cut
         for word in (
             "40 MiB",
             "attention",

@@ -56,6 +56,8 @@ def test_plan_for_another_machine_measures_nothing(model_path: Path, h100: str) 
     assert table.returncode == 0, table.stderr
     assert "llama, 30 layers" in table.stdout.splitlines()[0]
     assert "floor about" in table.stdout
+    unlimited = frameshard(*args, "--vram-budget", "0").stdout.splitlines()[-1]
+    assert unlimited == table.stdout.splitlines()[-1]
     heads, first, second = table.stdout.splitlines()[-3:]
     assert heads.split()[0] == "budget"
     assert first.split()[0] == "600"

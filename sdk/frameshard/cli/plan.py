@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
         common.emit_json(forecast.document(budgets, plans))
         return 0
     print(forecast.heading())
-    rows = [[f"{budget / _MiB:.0f}", *_cells(plan, args.prompt)] for budget, plan in zip(budgets, plans, strict=True)]
+    shown = [plan.budget_bytes if plan else budget for budget, plan in zip(budgets, plans, strict=True)]
+    rows = [[f"{budget / _MiB:.0f}", *_cells(plan, args.prompt)] for budget, plan in zip(shown, plans, strict=True)]
     lines = common.table([_COLUMNS, *rows]).splitlines()
     below = f"  below the floor of about {common.format_size(forecast.full.floor_bytes)}"
     width = max(len(row[0]) for row in [_COLUMNS, *rows])
