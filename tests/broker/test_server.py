@@ -27,6 +27,7 @@ from sidecars import (
     GREEDY,
     WORDS,
     RawPeer,
+    alive,
     directory_of,
     freeze,
     gone_after,
@@ -178,13 +179,15 @@ async def stop_for_a_while(who: str, task_status: trio.TaskStatus[None]) -> None
         task_status.started()
         stopped = {"broker": [broker], "client": [process.pid], "engine": [engine]}
         pids = stopped.get(who, [process.pid, broker, engine])
-        for pid in pids:
-            freeze(pid)
-        if who == "engine":  # it is replaced
-            await trio.to_thread.run_sync(gone_after, [engine])
-        else:
-            await trio.sleep(10)
-            for pid in reversed(pids):  # the engine first, so that the broker does not miss it
+        try:
+            for pid in pids:
+                freeze(pid)
+            if who == "engine":  # it is replaced
+                await trio.to_thread.run_sync(gone_after, [engine])
+            else:
+                await trio.sleep(10)
+        finally:
+            for pid in filter(alive, reversed(pids)):  # the engine first, so that the broker does not miss it
                 thaw(pid)
         assert await trio.to_thread.run_sync(read) == f"{WORDS}\n", who
         assert await trio.to_thread.run_sync(read) == ("1\n" if who == "engine" else "0\n"), who

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,13 +19,15 @@ import trio
 import frameshard
 from frameshard import program
 from frameshard.engine import hostcount
+from frameshard.engine.budgets import Budgets
 from frameshard.engine.embeddings import Embeddings, copied
 from frameshard.engine.hostmemory import MEASURE_S, SPARE_BYTES, HostMemory, share
 from frameshard.engine.kvstore import Blob, KvStore
 from frameshard.engine.pressure import Pressure
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor
-from frameshard.wire.engine import EngineConfig
+from frameshard.wire.engine import BudgetObserved, EngineConfig, SetBudget
+from sidecars import DEADLINE_S
 
 MIB = 1 << 20
 VRAM_MB = 50
@@ -304,11 +307,14 @@ def test_the_store_is_within_a_strict_limit_in_a_hundred_thousand_samples() -> N
 
     copier = threading.Thread(target=copy)
     copier.start()
+    ends = time.monotonic() + DEADLINE_S
     try:
         while n_samples < 100_000 or n_copies <= 100:
+            assert time.monotonic() < ends
             limit = limits[n_samples // 1000 % len(limits)]
             store.set_limit(limit, strict=True)
             while store.held_bytes > limit:  # until the copy that was being made is done
+                assert time.monotonic() < ends
                 time.sleep(0)
             for _ in range(1000):
                 assert store.held_bytes <= limit
@@ -416,6 +422,32 @@ def test_a_host_budget_does_not_wait_for_the_own_limit(tiny_model: Callable[[str
         assert host.parts().used_bytes < host.pressed_bytes == host.floor_bytes
         for budget_bytes in (1 << 40, 0, 1 << 41):
             host.set_budget(budget_bytes, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted", "order"),
+    [
+        (100, 200, ["host", "vram"]),
+        (100, 0, ["host", "vram"]),
+        (200, 100, ["vram", "host"]),
+        (0, 100, ["vram", "host"]),
+    ],
+)
+def test_vram_changes_first_unless_the_host_budget_rises(before: int, wanted: int, order: list[str]) -> None:
+    """The game waits for VRAM. But what leaves VRAM may need the room that a higher host budget gives; 0: no limit."""
+    changed: list[str] = []
+    device, host, link = mock.Mock(), mock.Mock(budget_bytes=before), mock.Mock()
+    device.stats.return_value = mock.Mock(used_bytes=50, floor_bytes=10)
+    device.set_budget.side_effect = lambda *_: changed.append("vram")
+    host.set_budget.side_effect = lambda *_: changed.append("host")
+    host.measure.return_value = None
+    budgets = Budgets(link, lambda change: change(), lambda: None)
+    budgets._host = host
+    runtime: Any = mock.Mock(device=device, floor_lock=threading.Lock(), observer=None)
+    budgets._carry_out(runtime, SetBudget(1, 60, 1.0, host_budget_bytes=wanted))
+    assert changed == order
+    (observed,) = link.send.call_args.args
+    assert isinstance(observed, BudgetObserved)
 
 
 def play_machine(root: Path, *, available_mb: int, stalled: float = 0.0) -> None:
