@@ -105,7 +105,6 @@ class Departures:
 
 def _begin(job: Job) -> None:
     job.due = math.inf
-    job.away.n_failed = 0
     if job.state is states.Job.QUEUED:
         job.connection.started(job.request.job, 0, job.seed, remote=True)
     elif job.paused:

@@ -139,13 +139,13 @@ class Given:
             self.first_at = now
         self.text += text
         self.n_pieces += 1
-        return self._marked(self._stream.push(text), last=self.stopped)
+        return self._marked(self._stream.push(text))
 
     def end(self) -> Marked:
         """Returns what was held back. Nothing follows."""
         return self._marked(self._stream.finish(), last=True)
 
-    def _marked(self, text: str, *, last: bool) -> Marked:
+    def _marked(self, text: str, *, last: bool = False) -> Marked:
         return Marked(text) if self._marks is None else self._marks.feed(text, last=last)
 
 
