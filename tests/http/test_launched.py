@@ -23,6 +23,7 @@ import frameshard
 from frameshard.errors import BadArgument
 from frameshard.sync import Ready, Sidecar
 from frameshard.testing import fake_engine
+from frameshard.wire import launch as wire_launch
 from sidecars import DEADLINE_S, alive, children, gone_after, in_trio, started
 
 launch = partial(frameshard.launch, "no model", http="127.0.0.1:0", log=subprocess.DEVNULL)
@@ -126,6 +127,24 @@ async def test_what_cannot_be_is_an_error_of_the_launch(tmp_path: Path, monkeypa
             pass
     async with launch(engine=fake_engine(), http="") as client:
         assert client.http_url == ""
+
+
+def test_it_says_in_one_line_why_it_cannot_serve() -> None:
+    """Such as to a sidecar that has ended in the meantime."""
+    keys = {"server_key": "k" * 40, "client_key": "k" * 40, "client_secret": "k" * 40}
+    info = frameshard.ConnectInfo(
+        0, "ipc:///nowhere", 1, 1, **keys, http_url="http://127.0.0.1/v1", http_key="innkeeper"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        command = [sys.executable, "-m", "frameshard.http", "--fd", str(listener.fileno())]
+        with started(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[listener.fileno()]) as server:
+            assert server.stdin is not None
+            server.stdin.write(wire_launch.info_line(info))
+            server.stdin.flush()
+            assert server.wait(DEADLINE_S) == 2
+            assert server.stderr is not None
+            (line,) = server.stderr.read().decode().splitlines()
+    assert line.startswith("http: ERROR: the sidecar speaks protocol 0")
 
 
 def test_serve_offers_it_too(model_path: Path, tmp_path: Path) -> None:

@@ -36,10 +36,16 @@ def main() -> int:
 
 async def _serve(info: launch.ConnectInfo, listener: trio.SocketListener) -> None:
     host = listener.socket.getsockname()[0]
+    failure: FrameshardError | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_end_with_sidecar, nursery.cancel_scope)
-        await serve(info, Options(host, 0, info.http_key), listener=listener)
+        try:
+            await serve(info, Options(host, 0, info.http_key), listener=listener)
+        except FrameshardError as error:  # raised behind the nursery, which would wrap it in an exception group
+            failure = error
         nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 async def _end_with_sidecar(scope: trio.CancelScope) -> None:
