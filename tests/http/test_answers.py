@@ -92,6 +92,12 @@ def test_stops_forms_and_the_end_of_the_context(http: Server) -> None:
         assert refused.status == 400
         assert refused.error["code"] == "context_length_exceeded"
         assert refused.error["param"] == "messages"
+        refused = http.ask("POST", "/v1/completions", {"prompt": "word " * 1200, "stream": stream})
+        assert (refused.error["code"], refused.error["param"]) == ("context_length_exceeded", "prompt")
+    form = {"type": "json_schema", "json_schema": {"name": "npc", "schema": {"type": "wizard"}}}
+    refused = http.chat("A guard.", response_format=form)
+    assert (refused.status, refused.error["param"]) == (400, "response_format")
+    assert refused.error["message"].startswith("response_format: ")
 
 
 def test_a_named_conversation_keeps_its_tokens(http: Server) -> None:
@@ -104,8 +110,14 @@ def test_a_named_conversation_keeps_its_tokens(http: Server) -> None:
 
 def test_user_or_a_header_names_the_conversation() -> None:
     document = {"prompt": "one", "user": "mira"}
-    for headers, conversation in (({}, "mira"), ({"x-frameshard-conversation": "bran"}, "bran")):
+    name = "x-frameshard-conversation"
+    sent = "Jürgen".encode().decode("latin-1")  # as Starlette reads the bytes of a header
+    for headers, conversation in (({}, "mira"), ({name: "bran"}, "bran"), ({name: sent}, "Jürgen")):
         assert request.read(document, headers, chat=False, n_ctx=512).conversation == conversation
+    for wrong in ("\xfc", "x" * 129):
+        with pytest.raises(request.Refusal) as refused:
+            request.read(document, {name: wrong}, chat=False, n_ctx=512)
+        assert (refused.value.status, refused.value.param) == (400, name)
 
 
 PRICE = {
@@ -140,6 +152,15 @@ def test_tools_are_called_and_their_results_read(http: Server, calling: Server) 
     assert streamed["function"] == call["function"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
+    # One token earlier the call is whole, and the model could begin another one.
+    n_tokens = calling.chat("How much are two swords?", **asked).json["usage"]["completion_tokens"]
+    for several, reason in ((True, "length"), (False, "tool_calls")):
+        cut_off = {**asked, "parallel_tool_calls": several, "max_tokens": n_tokens - 1}
+        last = calling.chat("How much are two swords?", **cut_off).json["choices"][0]
+        assert (last["finish_reason"], len(last["message"]["tool_calls"])) == (reason, 1)
+        chunks = calling.chat("How much are two swords?", **cut_off, stream=True).events()
+        assert chunks[-1]["choices"][0]["finish_reason"] == reason
+
     def n_prompt(turns: list[dict[str, Any]]) -> int:
         whole = http.ask("POST", "/v1/chat/completions", {"messages": turns, "tools": TOOLS, "max_tokens": 1}).json
         return int(whole["usage"]["prompt_tokens"])
@@ -167,7 +188,7 @@ def test_an_image_is_read(http: Server) -> None:
     image = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
     assert ask(image).json["usage"]["prompt_tokens"] > ask().json["usage"]["prompt_tokens"]
     broken = ask({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})
-    assert (broken.status, broken.error["type"]) == (400, "invalid_request_error")
+    assert (broken.status, broken.error["type"], broken.error["param"]) == (400, "invalid_request_error", "messages")
     assert http.ask("GET", "/props").json["modalities"]["vision"]
 
 

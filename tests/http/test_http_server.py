@@ -19,8 +19,10 @@ from trio.testing import MockClock
 
 from frameshard.errors import BadArgument
 from frameshard.http.exchange import MAX_BODY_BYTES, Exchanges
-from frameshard.http.listener import MAX_CONNECTIONS, MAX_HEADER_BYTES, Listener, open_listener
+from frameshard.http.guard import MAX_HEADER_BYTES
+from frameshard.http.listener import MAX_CONNECTIONS, Listener, open_listener
 from frameshard.http.refusal import Refusal
+from frameshard.http.request import MAX_VALUES
 from frameshard.http.server import Options, key_in
 from frameshard.testing import fake_engine
 from frameshard.wire.launch import address_of
@@ -67,7 +69,10 @@ REFUSALS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"parallel_tool_calls": 1}, 400, "invalid_value", "parallel_tool_calls"),
     ({"functions": [{"name": "a"}]}, 400, "unsupported_parameter", "functions"),
     ({"n": 2}, 400, "unsupported_parameter", "n"),
+    ({"n": True}, 400, "unsupported_parameter", "n"),
     ({"logprobs": True}, 400, "unsupported_parameter", "logprobs"),
+    ({"logprobs": 0}, 400, "unsupported_parameter", "logprobs"),
+    ({"messages": [{}] * 1025}, 400, "invalid_value", "messages"),
     ({"frobnicate": 1}, 400, "unknown_parameter", "frobnicate"),
     ({"temperature": 7}, 400, "invalid_value", "temperature"),
     ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
@@ -108,6 +113,12 @@ def test_refusals_have_openais_form(http: Server) -> None:
         assert http.ask("POST", CHAT, {"messages": [{"role": "user", "content": content}]}).error["param"]
     for body in (b"", b"{", b"[]", b"\xff", b'{"seed": NaN}', b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000):
         assert http.ask("POST", CHAT, body).error["code"] == "invalid_value"
+    usage = {"stream": True, "stream_options": {"include_usage": None}}
+    assert http.ask("POST", CHAT, {"messages": HELLO, **usage}).status == 200
+    refused = http.ask("POST", "/v1/completions", {"prompt": "one", "logprobs": 0})
+    assert refused.error["param"] == "logprobs", "0 asks for the logprob of the chosen token"
+    refused = http.ask("PUT", "/lease", {"vram_budget_mb": 64, "timeout_s": -1})
+    assert refused.error["param"] == "timeout_s"
     for prompt in (None, "", ["a", "b"], [1, 2]):
         assert http.ask("POST", "/v1/completions", {"prompt": prompt}).error["param"] == "prompt"
     assert http.ask("POST", CHAT, {"messages": HELLO, **HARMLESS}, X_Frameshard_Priority="2").status == 200
@@ -134,14 +145,28 @@ def test_only_those_who_may_ask_are_answered(http: Server, place: Path) -> None:
     refused = http.ask("GET", path, Origin="http://evil.example")
     assert refused.error["code"] == "origin_not_allowed"
     assert "access-control-allow-origin" not in refused.headers
-    preflight = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
-    asked = http.ask("OPTIONS", CHAT, Origin="http://localhost:3000", Authorization="", **preflight)
-    assert asked.status == 200
-    assert asked.headers["access-control-allow-origin"] == "http://localhost:3000"
+    for names in ("authorization", "authorization,content-type,x-frameshard-priority,x-stainless-arch,x-stainless-os"):
+        preflight = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": names}
+        asked = http.ask("OPTIONS", CHAT, Origin="http://localhost:3000", Authorization="", **preflight)
+        assert asked.status == 200, asked.body
+        assert asked.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert set(names.split(",")) <= set(asked.headers["access-control-allow-headers"].split(","))
 
     with server(place, "--no-key") as other:
         assert other.key is None
         assert other.chat().status == 200
+
+
+def test_only_names_that_can_be_sent_are_allowed() -> None:
+    options = Options("127.0.0.1", 0, "key", ("Game.Example", "[::1]"), ("http://LocalHost:3000/", "null", "app://."))
+    assert options.hosts == ("game.example", "[::1]")
+    assert options.origins == ("http://localhost:3000", "null", "app://.")
+    for host in ("*", "", "game.example:80", "http://game.example", "game/", "caf\xe9"):
+        with pytest.raises(BadArgument, match="no host name"):
+            Options("127.0.0.1", 0, "key", (host,))
+    for origin in ("*", "", "localhost", "http://", "http://a/b", "http://a:80", "https://a:443", "http://caf\xe9"):
+        with pytest.raises(BadArgument, match="none that a browser sends"):
+            Options("127.0.0.1", 0, "key", (), (origin,))
 
 
 def test_a_key_is_kept_in_a_private_file(place: Path, tmp_path: Path) -> None:
@@ -225,6 +250,7 @@ def test_hostile_bytes_get_refusals_and_end_nothing(http: Server) -> None:
         post + "Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
         post + "Content-Length: -1\r\n\r\n",
         post + "X: " + "x" * 2 * MAX_HEADER_BYTES + "\r\n\r\n",
+        f"GET /health HTTP/1.1\r\n{key}X: " + "x" * MAX_HEADER_BYTES + "\r\n\r\n",
         post + "Host: evil.example\r\nContent-Length: 2\r\n\r\n{}",
         "GET /health HTTP/1.1\r\n\r\n",
         "GET http://evil.example/ HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
@@ -237,6 +263,17 @@ def test_hostile_bytes_get_refusals_and_end_nothing(http: Server) -> None:
         answered = http.raw(data.encode())
         assert b"200" not in answered.split(b"\r\n")[0], data[:200]
         assert b"Traceback" not in answered
+    assert http.ask("GET", "/health", X="x" * (MAX_HEADER_BYTES - 1000)).status == 200
+    assert http.ask("GET", "/health", X="x" * MAX_HEADER_BYTES).error["code"] == "headers_too_large"
+    many = MAX_VALUES // 2 + 1
+    for body in (
+        b'{"a":[' + b"{}," * many + b"{}]}",
+        b'{"a":[' + b'"\\\\",' * 2 * many,
+        b"," * 2 * many + b'"' * 9 * many,
+    ):
+        assert http.ask("POST", CHAT, body).error["code"] == "request_too_large", body[:20]
+    signs = [{"role": "user", "content": '[,"\\' * 15_000}] * 5  # in texts they separate nothing
+    assert http.ask("POST", CHAT, {"messages": signs, "max_tokens": 1}).status == 200
     large = b"x" * (MAX_BODY_BYTES + 1)
     assert http.ask("POST", CHAT, large).error["code"] == "request_too_large"
     assert http.ask("POST", CHAT, large, Authorization="").error["code"] == "invalid_api_key"

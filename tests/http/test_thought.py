@@ -70,7 +70,7 @@ def test_wrong_wishes_for_thought_are_refused(http: Server) -> None:
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"chat_template_kwargs": []}, None),
         ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"messages": []}}, "template_keywords"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"thinking_tokens": -1}, "thinking_tokens"),
         ({"reasoning_effort": "low", "reasoning_format": "none"}, "reasoning_format"),
     ):
@@ -114,5 +114,10 @@ def test_texts_are_embedded(http: Server, place: Path) -> None:
         assert (refused.status, refused.error["param"]) == (400, "input"), wrong
     assert http.ask("POST", "/v1/embeddings", {"input": "a", "dimensions": 8}).error["param"] == "dimensions"
     assert http.ask("POST", "/v1/embeddings", {"input": "a", "encoding_format": "x"}).status == 400
-    refused = http.ask("POST", "/v1/embeddings", {"input": "word " * 600})
-    assert (refused.error["code"], refused.error["param"]) == ("context_length_exceeded", "input")
+    for texts, at in (("word " * 600, 0), (["a"] * 70 + ["word " * 600], 70)):
+        refused = http.ask("POST", "/v1/embeddings", {"input": texts})
+        assert (refused.error["code"], refused.error["param"]) == ("context_length_exceeded", "input")
+        assert refused.error["message"].startswith(f"input[{at}]: it has ")
+    refused = http.ask("POST", "/v1/embeddings", {"input": ["a"] * 70 + ["x" * 70_000]})
+    assert (refused.error["code"], refused.error["param"]) == ("invalid_value", "input")
+    assert refused.error["message"].startswith("input[70] has more than 65536 bytes")

@@ -36,6 +36,11 @@ class Answer:
     number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def asked_in(self) -> str:
+        """The field of the request that the prompt is in."""
+        return asked_in(chat=self.chat)
+
     def whole(self, done: Completion, thought: str) -> Document:
         choice: Document = {"text": done.text}
         if self.chat:
@@ -45,7 +50,8 @@ class Answer:
             if done.tool_calls:
                 message |= {"content": done.text or None, "tool_calls": list(map(_call, self._kept(done.tool_calls)))}
             choice = {"message": message}
-        return {**self._head("chat.completion"), "choices": [_choice(choice, done.reason)], "usage": _usage(done)}
+        reason = self._reason(done)
+        return {**self._head("chat.completion"), "choices": [_choice(choice, reason)], "usage": _usage(done)}
 
     def opening(self) -> list[Document]:
         """The chunks before the first text."""
@@ -67,10 +73,14 @@ class Answer:
 
     def closing(self, done: Completion) -> list[Document]:
         """The chunks after the last text."""
-        last = self._chunk({} if self.chat else {"text": ""}, done.reason)
+        last = self._chunk({} if self.chat else {"text": ""}, self._reason(done))
         if not self.usage:
             return [last]
         return [last, {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(done)}]
+
+    def _reason(self, done: Completion) -> str:
+        """Why the answer has ended. With all calls that are wanted it is complete, whatever cut off further ones."""
+        return "tool_calls" if len(done.tool_calls) >= self.max_calls else done.reason
 
     def _chunk(self, content: Document, reason: str | None = None) -> Document:
         choice = _choice({"delta": content} if self.chat else content, reason)
@@ -84,6 +94,11 @@ class Answer:
             "created": self.created,
             "model": self.model,
         }
+
+
+def asked_in(*, chat: bool) -> str:
+    """The field of a request that the prompt is in."""
+    return "messages" if chat else "prompt"
 
 
 def embeddings(rows: Sequence[Rows], n_tokens: int, model: str, *, base64: bool) -> Document:

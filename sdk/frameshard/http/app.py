@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 from starlette.applications import Starlette
@@ -27,11 +27,13 @@ from frameshard.http.refusal import Refusal, bad, of_error
 from frameshard.wire import codec
 from frameshard.wire import messages as m
 
+if TYPE_CHECKING:
+    from frameshard.client import Rows
+
 LEASE_TERMS = frozenset({"vram_budget_mb", "timeout_s", "state", "floor_mb", "version", "reason", "host_budget_mb"})
+COMPLETIONS = "/v1/completions"
 MAX_EMBED_BYTES = codec.CLIENT.frame - 4096
 """The most bytes of texts in one message. The rest of the frame is for its other fields and the texts' lengths."""
-
-CORS_HEADERS = ("authorization", "content-type", request.CONVERSATION_HEADER, request.PRIORITY_HEADER)
 
 
 def make_app(client: Client, model: m.ModelInfo, access: Access, connections: Callable[[], int]) -> ASGIApp:
@@ -44,7 +46,7 @@ def make_app(client: Client, model: m.ModelInfo, access: Access, connections: Ca
     pages = Pages(client, model, responses, connections)
     routes = [
         Route("/v1/chat/completions", Answers(client, model, chat=True), methods=["POST"]),
-        Route("/v1/completions", Answers(client, model, chat=False), methods=["POST"]),
+        Route(COMPLETIONS, Answers(client, model, chat=False), methods=["POST"]),
         Route("/v1/embeddings", pages.embeddings, methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name}", pages.model),
@@ -57,7 +59,7 @@ def make_app(client: Client, model: m.ModelInfo, access: Access, connections: Ca
         CORSMiddleware,
         allow_origins=list(access.origins),
         allow_methods=["GET", "POST", "PUT"],
-        allow_headers=CORS_HEADERS,
+        allow_headers=["*"],  # OpenAI's JavaScript library sends some of its own
     )
     inside = Starlette(
         routes=routes,
@@ -136,25 +138,28 @@ async def _send_stream(send: Send, stream: Stream, made: answer.Answer) -> None:
         nursery.start_soon(read)
         first = await parts.receive()
         if not isinstance(first, FrameshardError):
-            await _send_parts(send, [*made.opening(), first], parts)
+            await _send_parts(send, made, first, parts)
     if isinstance(first, FrameshardError):
         raise first
 
 
 async def _send_parts(
-    send: Send, begun: list[answer.Document], parts: trio.MemoryReceiveChannel[answer.Document | FrameshardError]
+    send: Send,
+    made: answer.Answer,
+    first: answer.Document,
+    parts: trio.MemoryReceiveChannel[answer.Document | FrameshardError],
 ) -> None:
-    """Sends the parts `begun` and all of `parts`."""
+    """Sends the first part and all of `parts`."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def say(data: bytes, *, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
-    await say(b"".join(map(answer.event, begun)))
+    await say(b"".join(map(answer.event, [*made.opening(), first])))
     async for part in parts:
         if isinstance(part, FrameshardError):
-            await say(answer.event(of_error(part).document()), more=False)
+            await say(answer.event(of_error(part, made.asked_in).document()), more=False)
             return
         await say(answer.event(part))
     await say(answer.END, more=False)
@@ -196,14 +201,17 @@ class Pages:
                 headers={"x-should-retry": "false"},  # OpenAI's clients ask again after 500 and above
             )
         asked = request.read_embeddings(request.parse(await http.body()))
-        rows, n_tokens = [], 0
-        try:
-            for texts in _by_message(asked.texts):
+        rows: list[Rows] = []
+        n_tokens = 0
+        for texts in _by_message(asked.texts):
+            try:
                 some, n_read = await self._client.embed_counted(texts)
-                rows += list(some)
-                n_tokens += n_read
-        except ContextOverflow as error:
-            raise Refusal(400, error.message, "context_length_exceeded", "input") from None
+            except ContextOverflow as error:
+                at = int(str(error.detail["text"]))
+                message = error.message.replace(f"texts[{at}]", f"input[{len(rows) + at}]")
+                raise Refusal(400, message, "context_length_exceeded", "input") from None
+            rows += list(some)
+            n_tokens += n_read
         return JSONResponse(answer.embeddings(rows, n_tokens, self._model.embedder, base64=asked.base64))
 
     async def health(self, _request: Request) -> Response:
@@ -271,8 +279,8 @@ async def _refused(_request: Request, refusal: Refusal) -> Response:
     return refusal.response()
 
 
-async def _failed(_request: Request, error: FrameshardError) -> Response:
-    return of_error(error).response()
+async def _failed(request: Request, error: FrameshardError) -> Response:
+    return of_error(error, answer.asked_in(chat=request.url.path != COMPLETIONS)).response()
 
 
 async def _no_such_page(request: Request, error: HTTPException) -> Response:

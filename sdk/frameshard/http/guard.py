@@ -17,6 +17,9 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OPEN = ("/health",)
 """Paths that need no key: they say only whether requests would be answered."""
 
+MAX_HEADER_BYTES = 16 << 10
+"""Of one request, with a few for the signs between names and values."""
+
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::[0-9]+)?")
 
 
@@ -48,6 +51,8 @@ class Guard:
 
 def refused(access: Access, path: str, headers: Headers) -> Refusal | None:
     """Why a request may not be made; None: it may."""
+    if sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) > MAX_HEADER_BYTES:
+        return Refusal(431, f"the headers have more than {MAX_HEADER_BYTES} bytes", "headers_too_large")
     if "transfer-encoding" in headers and "content-length" in headers:
         # A proxy in front may see the end of this request elsewhere (request smuggling), so nothing behind it is read.
         message = "a request has a Content-Length or a Transfer-Encoding, not both"

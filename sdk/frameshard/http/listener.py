@@ -19,6 +19,7 @@ from hypercorn.utils import wrap_app
 from starlette.types import ASGIApp
 
 from frameshard.errors import BadArgument
+from frameshard.http.guard import MAX_HEADER_BYTES
 from frameshard.http.refusal import Refusal
 
 logger = logging.getLogger("frameshard.http")
@@ -33,8 +34,6 @@ SEND_S = 30.0
 LINGER_S = 1.0
 """A connection is read for so long after a response that came before the end of its request. Closed at once, it would
 be reset, and the client might not see the response."""
-
-MAX_HEADER_BYTES = 16 << 10
 
 
 class Connection:

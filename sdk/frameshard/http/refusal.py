@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from starlette.responses import JSONResponse
@@ -27,6 +28,9 @@ STATUS: dict[type[FrameshardError], int] = {
 
 CODES = {errors.ContextOverflow: "context_length_exceeded", errors.BadArgument: "invalid_value"}
 """OpenAI's code where it differs from the name of the error."""
+
+FIELDS = {"json_schema": "response_format", "template_keywords": "chat_template_kwargs", "images": "messages"}
+"""The field of a request for a field of the job, where it has another name."""
 
 RETRY_AFTER_S = "1"
 
@@ -76,12 +80,19 @@ def unsupported(message: str, param: str) -> Refusal:
     return Refusal(400, message, "unsupported_parameter", param)
 
 
-def of_error(error: FrameshardError) -> Refusal:
-    """The refusal for an error of the sidecar."""
+def of_error(error: FrameshardError, asked_in: str = "messages") -> Refusal:
+    """The refusal for an error of the sidecar.
+
+    :param asked_in: the field of the request that the prompt is in.
+    """
     status = STATUS.get(type(error), 500)
     field = error.detail.get("field")
-    param = field if isinstance(field, str) and status == 400 else None
-    param = "messages" if isinstance(error, errors.ContextOverflow) else param
+    param, message = None, error.message
+    if isinstance(error, errors.ContextOverflow):
+        param = asked_in
+    elif field and isinstance(field, str) and status == 400:
+        param = FIELDS.get(field, field)
+        message = re.sub(rf"^{re.escape(field)}(?=: )", param, message)
     # OpenAI's clients ask again after 429 and 503, but not sooner than this.
     headers = {"Retry-After": RETRY_AFTER_S} if status in (429, 503) else None
-    return Refusal(status, error.message, CODES.get(type(error), error.name), param, headers=headers)
+    return Refusal(status, message, CODES.get(type(error), error.name), param, headers=headers)

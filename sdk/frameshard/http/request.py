@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from frameshard.http.refusal import Refusal, bad, unsupported
 from frameshard.tools import Tool
-from frameshard.wire import checks
+from frameshard.wire import checks, codec
 from frameshard.wire import messages as m
 
 CONVERSATION_HEADER = "x-frameshard-conversation"
@@ -36,7 +36,7 @@ llama.cpp's server."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False, 0),
+    "logprobs": (False,),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
@@ -82,6 +82,10 @@ EMBEDDINGS = frozenset({"input", "model", "encoding_format", "dimensions", "user
 MAX_TEXTS = 2048
 """To embed in one request."""
 
+MAX_MESSAGES = codec.CLIENT.array
+MAX_VALUES = 100_000
+"""In one body. A large body of small values takes a hundred times its size, and seconds in which nobody is answered."""
+
 COMPLETION = COMMON | {"prompt"}
 
 Document = dict[str, Any]
@@ -116,8 +120,10 @@ class Asked:
 def parse(body: bytes) -> Document:
     """Reads a JSON object. Fields that are null or empty lists are left out.
 
-    :raises Refusal: it is anything else.
+    :raises Refusal: it is anything else, or has more than :data:`MAX_VALUES` values.
     """
+    if _has_too_many_values(body):
+        raise Refusal(413, f"the body has more than {MAX_VALUES} values", "request_too_large")
     try:
         document = json.loads(body.decode(), parse_constant=_no_constant)
         json.dumps(document, ensure_ascii=False).encode()  # refuses half a surrogate pair, which JSON can escape
@@ -128,6 +134,19 @@ def parse(body: bytes) -> Document:
     if not isinstance(document, dict):
         raise bad("the body must be a JSON object")
     return _present(document)
+
+
+def _has_too_many_values(body: bytes) -> bool:
+    """Counts what separates values, and only if these are many, without those in strings."""
+
+    def separates_many(data: bytes) -> bool:
+        return sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES
+
+    if not separates_many(body):
+        return False
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # each quote that is left begins or ends a string
+    most_quotes = 4 * (MAX_VALUES + 1)  # each value may be a string and have a name
+    return bare.count(b'"') > most_quotes or separates_many(b"".join(bare.split(b'"')[::2]))
 
 
 def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: int, thinks: bool = False) -> Asked:
@@ -145,7 +164,8 @@ def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: i
     options = document.get("stream_options")
     if options is not None and not stream:
         raise bad("stream_options is for requests with stream", "stream_options")
-    conversation = headers.get(CONVERSATION_HEADER) or document.get("user")
+    name = headers.get(CONVERSATION_HEADER)
+    conversation, named_by = (_utf8(name), CONVERSATION_HEADER) if name else (document.get("user"), "user")
     tools = _tools(document.get("tools", []))
     sampling = _sampling(document, n_ctx)
     if tools and sampling.json_schema:
@@ -159,7 +179,7 @@ def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: i
         tool_choice=_tool_choice(document.get("tool_choice", "auto"), [tool.name for tool in tools]),
         max_calls=m.MAX_CALLS if _flag(document, "parallel_tool_calls", True) else 1,
         thought=_thought(document, thinks) if chat else {},
-        conversation=_checked("conversation", conversation, "user"),
+        conversation=_checked("conversation", conversation, named_by),
         priority=_priority(headers.get(PRIORITY_HEADER)),
         local_only=headers.get(LOCAL_HEADER) is not None,
         stream=stream,
@@ -188,6 +208,9 @@ def read_embeddings(document: Document) -> Texts:
     texts = given if isinstance(given, list) else [given]
     if not 0 < len(texts) <= MAX_TEXTS or not all(isinstance(text, str) and text for text in texts):
         raise bad(f"input must be one to {MAX_TEXTS} texts, none of them empty; tokens are not read", "input")
+    for at, text in enumerate(texts):
+        if len(text.encode()) > codec.CLIENT.string:
+            raise bad(f"input[{at}] has more than {codec.CLIENT.string} bytes: embed it in parts", "input")
     form = document.get("encoding_format", "float")
     if form not in ("float", "base64"):
         raise bad("encoding_format must be float or base64", "encoding_format")
@@ -198,8 +221,13 @@ def _check_names(document: Document, known: frozenset[str]) -> None:
     for name, value in document.items():
         if name not in known:
             raise Refusal(400, f"Unrecognized request argument supplied: {name}", "unknown_parameter", name)
-        if name in NEUTRAL and value not in NEUTRAL[name]:
+        if name in NEUTRAL and not any(_is(value, neutral) for neutral in NEUTRAL[name]):
             raise unsupported(f"{name} is not supported by this server: leave it out", name)
+
+
+def _is(value: object, other: object) -> bool:
+    """Equality of JSON values: true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _sampling(document: Document, n_ctx: int) -> m.Sampling:
@@ -272,8 +300,8 @@ def _schema(form: object) -> str:
 
 
 def _messages(given: object) -> tuple[tuple[m.ChatMessage, ...], tuple[bytes, ...]]:
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise bad("messages must be a list of objects, at least one", "messages")
+    if not isinstance(given, list) or len(given) > MAX_MESSAGES or not all(isinstance(each, dict) for each in given):
+        raise bad(f"messages must be a list of one to {MAX_MESSAGES} objects", "messages")
     read = [_message(_present(each), f"messages[{i}]", last=i == len(given) - 1) for i, each in enumerate(given)]
     messages = _checked("messages", [message for message, _ in read], "messages")
     return messages, tuple(image for _, images in read for image in images)
@@ -309,8 +337,8 @@ def _calls(given: object, where: str) -> list[Document]:
 
 
 def _tools(given: object) -> tuple[Tool, ...]:
-    if not isinstance(given, list):
-        raise bad("tools must be a list of objects", "tools")
+    if not isinstance(given, list) or len(given) > m.MAX_TOOLS:
+        raise bad(f"tools must be a list of at most {m.MAX_TOOLS} objects", "tools")
     tools = tuple(_tool(each, f"tools[{i}]") for i, each in enumerate(given))
     _checked("tools", [dataclasses.asdict(tool.wire()) for tool in tools], "tools")
     return tools
@@ -399,6 +427,14 @@ def _prompt(given: object) -> str:
     return str(_checked("prompt", given, "prompt"))
 
 
+def _utf8(header: str) -> str:
+    """The text of a header. Headers are read as Latin-1, so this decodes the bytes that were sent."""
+    try:
+        return header.encode("latin-1").decode()
+    except UnicodeError:
+        raise bad(f"the header {CONVERSATION_HEADER} must be UTF-8", CONVERSATION_HEADER) from None
+
+
 def _priority(header: str | None) -> int:
     if header is None:
         return m.Submit.priority
@@ -410,7 +446,7 @@ def _priority(header: str | None) -> int:
 def _usage(options: object) -> bool:
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise bad('stream_options must be {"include_usage": true}', "stream_options")
-    return _flag(options, "include_usage")
+    return _flag(_present(options), "include_usage")
 
 
 def _flag(document: Document, name: str, default: bool = False) -> bool:

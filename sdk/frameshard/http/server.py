@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,11 @@ from frameshard.wire.launch import ConnectInfo, check_http_key
 LAST_WORDS_S = 1.0
 """For so long after the end of the sidecar all requests are refused with 503, so that clients learn of it."""
 
+DEFAULT_PORTS = (("http", "80"), ("https", "443"))
+_NAME = r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])"
+_HOST = re.compile(_NAME)
+_ORIGIN = re.compile(rf"null|(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://{_NAME}(?::(?P<port>[0-9]+))?/?")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -31,8 +37,9 @@ class Options:
     :param host: an IP address to listen on.
     :param port: 0: a free one.
     :param key: the bearer key; None: none is asked for.
-    :param hosts: further names that the header Host may have.
-    :param origins: origins of web pages that may ask.
+    :param hosts: further names that the header Host may have, without a port.
+    :param origins: origins of web pages that may ask, such as ``http://localhost:3000``.
+    :raises BadArgument: one of them cannot be what a client or a browser sends.
     """
 
     host: str
@@ -44,6 +51,30 @@ class Options:
     def __post_init__(self) -> None:
         if self.key is None and not ipaddress.ip_address(self.host).is_loopback:
             raise BadArgument("without a key the server listens on loopback addresses only", field="bind")
+        object.__setattr__(self, "hosts", tuple(map(_host, self.hosts)))
+        object.__setattr__(self, "origins", tuple(map(_origin, self.origins)))
+
+
+def _host(name: str) -> str:
+    """A name as :func:`frameshard.http.guard.refused` looks for it."""
+    if not _HOST.fullmatch(name):
+        raise BadArgument(
+            f"the host {name!r} is no host name or address, such as game.example or [::1], without a port",
+            field="allow_host",
+        )
+    return name.lower()
+
+
+def _origin(origin: str) -> str:
+    """An origin as browsers send it: in small letters, without a slash at its end."""
+    found = _ORIGIN.fullmatch(origin)
+    if found is None or (str(found["scheme"]).lower(), found["port"]) in DEFAULT_PORTS:
+        raise BadArgument(
+            f"the origin {origin!r} is none that a browser sends, such as http://localhost:3000: it has a scheme and a"
+            " host, and a port unless that is the scheme's own",
+            field="allow_origin",
+        )
+    return origin.lower().rstrip("/")
 
 
 async def serve(
@@ -66,7 +97,7 @@ async def serve(
         changes = client.engine_changes()
         model = await client.model_info()
         address = f"[{options.host}]" if ":" in options.host else options.host
-        access = Access(options.key, (*LOOPBACK, address, *map(str.lower, options.hosts)), options.origins)
+        access = Access(options.key, (*LOOPBACK, address, *options.hosts), options.origins)
         socket = listener or await open_listener(options.host, options.port)
         server = Listener(socket, make_app(client, model, access, lambda: server.connections))
         with trio.open_signal_receiver(signal.SIGTERM) as signals:

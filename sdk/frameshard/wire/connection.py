@@ -570,7 +570,7 @@ class ClientConnection:
         try:
             request: m.Request = message(id=self._ids + 1, epoch=self._epoch, **fields)
         except checks.Refused as refused:
-            raise BadArgument(str(refused)) from None
+            raise BadArgument(str(refused), field=refused.field) from None
         self._send_in_turn(request)
         self._ids += 1
         self._unanswered[self._ids] = request

@@ -1325,13 +1325,13 @@ def encode(message: Message) -> bytes:
     Fields that have their default are left out of requests, so that an older sidecar, which may not know them, takes
     them.
 
-    :raises BadArgument: the other side would refuse it; names the field.
+    :raises BadArgument: the other side would refuse it; detail has the innermost ``field``.
     """
     fields = dataclasses.asdict(message)
     try:
         checks.convert(type(message), fields)
     except checks.Refused as refused:
-        raise BadArgument(str(refused)) from None
+        raise BadArgument(str(refused), field=refused.field) from None
     if isinstance(message, Request):
         fields = _without_defaults(message)
     return codec.encode({"t": _NAMES[type(message)], **fields})
