@@ -349,6 +349,8 @@ def test_a_frame_block_is_read_from_when_it_is_opened(late: bool, monkeypatch: p
         budget_bytes=0,
         observed_bytes=None,
         check=lambda n_bytes: None,
+        check_move=lambda n_bytes, vram_bytes, *, parked: None,
+        follow_vram=lambda: None,
         set_budget=lambda n_bytes, timeout_s: None,
         parts=lambda: SimpleNamespace(used_bytes=0),
     )
