@@ -191,13 +191,22 @@ void ReadAhead::seek(int range) {
     read();
 }
 
+bool ReadAhead::is_next(int range) const {
+    const size_t first = first_waiting();
+    return first < slots_.size() && slots_[first].range == range;
+}
+
 Taken ReadAhead::take(int range, milliseconds most, const char *&data) {
-    size_t first = first_waiting();
-    if (first == slots_.size() || slots_[first].range != range) {
+    const auto end = std::chrono::steady_clock::now() + most;
+    const auto left = [end] {
+        const auto now = std::chrono::steady_clock::now();
+        return std::max(milliseconds(0), std::chrono::duration_cast<milliseconds>(end - now));
+    };
+    while (!is_next(range)) {
         seek(range);
-        first = first_waiting();
-    }
-    if (first == slots_.size() || slots_[first].range != range) {
+        if (is_next(range)) {
+            break;
+        }
         // It passes since it was asked for, or copies or reads that are under way have the buffer, or there is none.
         data = nullptr;
         if (passes_(range)) {
@@ -208,13 +217,14 @@ Taken ReadAhead::take(int range, milliseconds most, const char *&data) {
             why_ = "the system refuses memory for reads of weights";
             return Taken::failed;
         }
-        if (!left_.empty()) {
-            disk_->wait(left_.front(), most);
+        if (left_.empty() || left() == milliseconds(0)) {
+            return Taken::not_yet;
         }
-        return Taken::not_yet;
+        disk_->wait(left_.front(), left());
     }
+    const size_t first = first_waiting();
     Slot &slot = slots_[first];
-    const DiskRead::State state = disk_->wait(slot.read, most);
+    const DiskRead::State state = disk_->wait(slot.read, left());
     if (state == DiskRead::State::done) {
         slot.taken = true;
         data = base_.get() + slot.at + slot.skip;

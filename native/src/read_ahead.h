@@ -52,6 +52,7 @@ class ReadAhead {
     };
 
     size_t first_waiting() const;
+    bool is_next(int range) const; // the first of those that wait
     bool is_held() const { return bytes_.load() > 0; }
     bool take_memory();
     void drop_slots(size_t from, size_t to = SIZE_MAX);
