@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -12,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import frameshard
 import make_shallow
@@ -111,7 +115,7 @@ def test_the_scene_names_a_missing_model(tmp_path: Path) -> None:
 
 
 def test_the_innkeeper_remembers_across_saves(wordy_model: Path, encoder_path: Path, tmp_path: Path) -> None:
-    save = tmp_path / "mira.npz"
+    save = tmp_path / "mira.save"
     scene = str(REPO / "samples" / "npc_memory" / "main.py")
     result = run(scene, "--unattended", "--model", str(wordy_model), "--device", "cpu", "--save", str(save))
     assert result.returncode == 0, result.stderr
@@ -119,6 +123,45 @@ def test_the_innkeeper_remembers_across_saves(wordy_model: Path, encoder_path: P
     assert figures(r"Mira remembers (\d+) things\nYou: Can", result.stdout) == [4]
     with np.load(save) as saved:
         assert saved["rows"].shape == (7, 384)
+    command = [sys.executable, scene, "--model", str(wordy_model), "--device", "cpu", "--save", str(save)]
+    left = subprocess.run(command, input="Good day.\nleave\n", capture_output=True, text=True, timeout=600)
+    assert left.returncode == 0, left.stderr
+    with np.load(save) as saved:
+        assert saved["texts"][-1] == "Good day.", "what was said on the last day is saved, too"
+
+
+@pytest.mark.parametrize(("sample", "word"), [("npc_memory", b"You: "), ("traders", b"A market")])
+def test_ctrl_c_ends_a_sample_at_once(sample: str, word: bytes, wordy_model: Path, encoder_path: Path) -> None:
+    scene = str(REPO / "samples" / sample / "main.py")
+    command = [sys.executable, scene, "--model", str(wordy_model), "--device", "cpu"]
+    terminal, end = pty.openpty()
+
+    def shown() -> bytes:
+        ready, _, _ = select.select([terminal], [], [], sidecars.DEADLINE_S)
+        assert ready, said
+        with contextlib.suppress(OSError):  # nobody writes to the terminal any more
+            return os.read(terminal, 1 << 16)
+        return b""
+
+    with sidecars.started(
+        command,
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        os.close(end)
+        said = b""
+        while word not in said:
+            part = shown()
+            assert part, said
+            said += part
+        process.send_signal(signal.SIGINT)
+        while part := shown():
+            said += part
+        assert process.wait(sidecars.DEADLINE_S) == 130, said
+    os.close(terminal)
+    assert b"Traceback" not in said
 
 
 def test_the_traders_keep_to_the_rules(wordy_model: Path) -> None:

@@ -68,7 +68,9 @@ class Memories:
         return [(float(likeness[i]), self.texts[i]) for i in closest if likeness[i] >= LIKENESS]
 
     def save(self, path: Path) -> None:
-        np.savez(path, encoder=self.encoder, texts=np.array(self.texts, str), rows=np.array(self.rows, np.float16))
+        texts, rows = np.array(self.texts, str), np.array(self.rows, np.float16)
+        with path.open("wb") as file:  # np.savez would add .npz to another name
+            np.savez(file, encoder=self.encoder, texts=texts, rows=rows)
 
     def load(self, path: Path) -> None:
         """Takes what was saved. Rows of another encoder are left out; a game would embed the texts again."""
@@ -107,15 +109,20 @@ async def day(args: argparse.Namespace, lines: list[str] | None, path: Path) -> 
         print(f"--- a new day; Mira remembers {len(memories.texts)} things")
         reminded = []
         said = iter(lines or ())
-        while line := next(said, "") if lines is not None else await trio.to_thread.run_sync(input, "You: "):
+        while line := next(said, "") if lines is not None else await typed_line():
             if line == "leave":
-                return None
+                break
             if lines is not None:
                 print(f"You: {line}")
             reminded.append(await answer(sidecar, memories, line))
         memories.save(path)
         print(f"--- saved {len(memories.texts)} memories in {path.stat().st_size} bytes")
-        return reminded
+        return None if line == "leave" else reminded
+
+
+async def typed_line() -> str:
+    """Read in a thread, so that the client can answer the sidecar meanwhile. Ctrl-C leaves the thread behind."""
+    return await trio.to_thread.run_sync(input, "You: ", abandon_on_cancel=True)
 
 
 async def play(args: argparse.Namespace) -> int:

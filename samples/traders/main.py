@@ -193,6 +193,8 @@ def main() -> None:
         asyncio.run(play(parser.parse_args()))
     except frameshard.FrameshardError as error:
         sys.exit(f"{error.name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
