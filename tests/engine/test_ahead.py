@@ -28,7 +28,9 @@ runtime = Runtime.load(config, fill=False)
 runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s=60)
 words = runtime.tokenizer.tokenize("The keeper counts ships, gulls and the hours until the lamp is lit again. " * 8)
 tokens = words[:300]
-chunks = [tokens[at : at + 64] for at in range(0, 300, 64)]
+chunks = []
+while (n_left := len(tokens) - sum(map(len, chunks))) > 0:
+    chunks.append(tokens[len(tokens) - n_left :][: runtime.next_step(n_left)])
 """
 
 SAME = """

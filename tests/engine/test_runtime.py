@@ -82,9 +82,14 @@ def test_long_prompts_go_in_chunks(runtime: Runtime) -> None:
     tokens = runtime.tokenizer.tokenize(STORY * 12)
     assert len(tokens) > 2 * runtime.n_ubatch
     whole = runtime.decode_tokens(0, tokens)
-    for at in range(0, len(tokens), runtime.n_ubatch):
-        chunked = runtime.decode_tokens(1, tokens[at : at + runtime.n_ubatch])
+    left, sizes = tokens, []
+    while left:
+        sizes.append(runtime.next_step(len(left)))
+        chunked = runtime.decode_tokens(1, left[: sizes[-1]])
+        left = left[sizes[-1] :]
     assert np.array_equal(whole, chunked)
+    assert sizes[0] == len(tokens) % runtime.n_ubatch  # the device waits while the host prepares the first step
+    assert set(sizes[1:]) == {runtime.n_ubatch}
 
 
 def test_trimmed_sequences_go_on_as_if_never_longer(runtime: Runtime) -> None:

@@ -80,8 +80,15 @@ def _cut(text: str) -> str:
     return text.encode()[:_MAX_REASONS_BYTES].decode(errors="ignore")
 
 
-# What the engine alone acts on.
-_NOT_REPORTED = ("refused_graph_bytes", "lacks_workspaces", "cpu_busy_s", "cpu_read_bytes")
+# What the engine alone acts on, or `bench` alone tells.
+_NOT_REPORTED = (
+    "refused_graph_bytes",
+    "lacks_workspaces",
+    "cpu_busy_s",
+    "cpu_read_bytes",
+    "experts_ahead",
+    "experts_again",
+)
 
 
 def _template_fingerprint(template: str | None) -> str:
