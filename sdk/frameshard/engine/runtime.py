@@ -632,10 +632,9 @@ class Runtime:
         return VramTaken(f"other programs leave {left >> 20} MiB of VRAM, and a decode needs more: free some there")
 
     def next_step(self, n_left: int, most: int | None = None) -> int:
-        """The tokens of the next step of a prompt of which ``n_left`` are left; at most ``most``. In mode stream-only
-        the last step is the smaller one, so that prompts that begin alike have the same steps."""
+        """The tokens of the next step of a prompt of which ``n_left`` are left; at most ``most``."""
         most = self.step if most is None else min(most, self.step)
-        return min(n_left, most) if self.mode == "stream_only" else next_step(n_left, most)
+        return next_step(n_left, most, exact=self.mode == "stream_only")
 
     def decode_tokens(self, seq: int, tokens: Sequence[int], logits: str = "last") -> npt.NDArray[np.float32]:
         """Appends ``tokens`` to sequence ``seq`` in steps that fit the budget. Raises the errors of :meth:`decode`, but

@@ -227,9 +227,11 @@ class Plan:
     def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[GraphSize]:
         """The graphs that prefill the prompts."""
         if n_tokens > self.n_ubatch:
-            first = next_step(n_tokens, self.n_ubatch)
-            others = [GraphSize(self.n_ubatch, done, 1) for done in range(first, n_tokens, self.n_ubatch)]
-            return [GraphSize(first, 0, 1), *others] * n_parallel
+            steps: list[GraphSize] = []
+            while (done := sum(step.n_tokens for step in steps)) < n_tokens:
+                size = next_step(n_tokens - done, self.n_ubatch, exact=self.mode == "stream_only")
+                steps.append(GraphSize(size, done, 1))
+            return steps * n_parallel
         together = min(self.n_ubatch // n_tokens, n_parallel)
         groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
         return [GraphSize(n * n_tokens, 0, n) for n in groups]

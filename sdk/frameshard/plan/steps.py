@@ -89,10 +89,15 @@ def most_step(n_ctx: int, least: int, host_budget_bytes: int = 0, limit: int = M
     return max(1 << max(n_tokens.bit_length() - 1, 0), least)
 
 
-def next_step(n_left: int, most: int) -> int:
+def next_step(n_left: int, most: int, *, exact: bool) -> int:
     """The tokens of the next step of a prompt of which ``n_left`` are left. A smaller step comes first, because nothing
-    is computed while the host prepares the first one, which takes the longer the more tokens it has."""
-    return n_left % most or min(n_left, most)
+    is computed while the host prepares the first one, which takes the longer the more tokens it has.
+
+    :param most: the most tokens of a step.
+    :param exact: for mode stream-only: the smaller step is the last, so that prompts that begin alike have the same
+        steps.
+    """
+    return min(n_left, most) if exact else n_left % most or min(n_left, most)
 
 
 def step_sizes(least: int, most: int) -> Sequence[int]:
