@@ -11,6 +11,9 @@ point. The client's own block is entered and left in one task; all tasks of its 
 
 anyio runs the one code in both libraries. Under asyncio a shield does not hold a task's own cancellation back, so each
 cleanup here is complete although any wait in it may be cancelled.
+
+trio raises the KeyboardInterrupt of Ctrl-C in whichever task runs. The client's own tasks are protected from it: from
+there it would reach the user's code in an exception group, which ``except KeyboardInterrupt`` does not catch.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import anyio.abc
 import zmq
+from trio.lowlevel import enable_ki_protection
 
 from frameshard import program, system
 from frameshard.conversation import Conversations, LoadResult, Turn
@@ -42,6 +46,7 @@ from frameshard.errors import (
     JobCancelled,
     VersionMismatch,
     again,
+    causes,
 )
 from frameshard.frame import FrameBlock
 from frameshard.images import Pixels, SharedImages
@@ -889,6 +894,7 @@ class Client:
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 
+    @enable_ki_protection
     async def _run(self, sidecar: anyio.abc.Process | None) -> None:
         """Receives messages until :attr:`_traffic` is cancelled. It is shielded from other cancellations, so that a
         cancelled client can still end its session."""
@@ -899,6 +905,7 @@ class Client:
                 if sidecar is not None:
                     group.start_soon(self._watch, sidecar)
 
+    @enable_ki_protection
     async def _watch(self, sidecar: anyio.abc.Process) -> None:
         """Waits for the end of a launched sidecar, so that it is known at once. The end of other sidecars is noticed
         only because they are silent."""
@@ -911,6 +918,7 @@ class Client:
         if self._core.error is not None:
             raise self._why()
 
+    @enable_ki_protection
     async def _receive(self) -> None:
         while True:
             try:
@@ -924,12 +932,14 @@ class Client:
                     self._deliver(message)
             self._flush()
 
+    @enable_ki_protection
     async def _beat(self) -> None:
         while True:
             await anyio.sleep(BEAT_S)
             self._core.beat()
             self._flush()
 
+    @enable_ki_protection
     async def _retry(self) -> None:
         while True:
             await self._blocked.wait()
@@ -1013,6 +1023,7 @@ async def _ready_line(sidecar: anyio.abc.Process, config: bytes, on_loading: OnL
     return said
 
 
+@enable_ki_protection
 async def _copy_words(sidecar: anyio.abc.Process, log: int, output: bytearray) -> None:
     """Copies the sidecar's output to the log, until the sidecar writes to the log itself. Keeps the last part in
     `output`."""
@@ -1094,6 +1105,10 @@ class ClientScope:
                 if self._client is not None:
                     self._client._traffic.cancel()
                 await self._tasks.__aexit__(None, None, None)
+            except BaseException as error:
+                if all(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
+                    raise KeyboardInterrupt from None
+                raise
             finally:
                 if self._client is not None:
                     self._client._socket.close()
@@ -1142,7 +1157,10 @@ class ClientScope:
                 try:
                     line = await _ready_line(self._sidecar, wire_launch.config_line(config), self.on_loading)
                     status = None if line.endswith(b"\n") else await _status(self._sidecar)
-                except Exception as error:  # raised behind the group, which would wrap it in an exception group
+                except (
+                    Exception,
+                    KeyboardInterrupt,
+                ) as error:  # raised behind the group, which would wrap it in an exception group
                     failure = error
                 if status is None:
                     group.cancel_scope.cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, TypeVar
 
 
@@ -231,3 +231,13 @@ def unknown_adapter(name: str, loaded: Iterable[str]) -> BadArgument:
     return BadArgument(
         f"no adapter {name!r} is loaded; loaded are: {', '.join(names) or 'none'}", field="adapters", loaded=names
     )
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions of a group and of the groups in it; otherwise the exception itself."""
+    parts = getattr(error, "exceptions", None)  # Python 3.10 has no class of groups
+    if parts is None:
+        yield error
+        return
+    for part in parts:
+        yield from causes(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import frameshard
 from frameshard import errors
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
-from sidecars import GREEDY, WORDS, alive, directory_of, freeze, in_both, in_trio, launch, thaw, until_lost
+from sidecars import DEADLINE_S, GREEDY, WORDS, alive, directory_of, freeze, in_both, in_trio, launch, thaw, until_lost
 
 
 @in_trio
@@ -545,3 +546,36 @@ def test_errors_of_real_models(model_path: Path, tmp_path: Path) -> None:
                     pass
 
     trio.run(main)
+
+
+INTERRUPTED = """
+import os, signal, sys
+import frameshard, trio
+
+def interrupt(loading):
+    print("loading", flush=True)
+    signal.raise_signal(signal.SIGINT)
+
+async def main():
+    at_launch = interrupt if sys.argv[2] == "load" else None
+    async with frameshard.launch(sys.argv[1], device="cpu", n_ctx=256, on_loading=at_launch) as client:
+        client.on_loading = interrupt
+        os.kill((await client.stats()).broker.engine_pid, signal.SIGKILL)
+        await trio.sleep_forever()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    trio.run(main)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("when", ["load", "restart"])
+def test_ctrl_c_in_a_task_of_the_client_is_no_group(when: str, model_path: Path) -> None:
+    """The callback runs in the launching task during the first load, and in a task of the client later."""
+    program = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(model_path), when], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert program.returncode == 0, program.stderr
+    assert {*program.stdout.split()} == {"loading", "interrupted"}

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+from frameshard.errors import causes
+
 T = TypeVar("T")
 
 STATUS = 130
@@ -107,19 +109,9 @@ def run_async(main: Callable[[], Awaitable[T]]) -> T:
     try:
         return trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
     except BaseException as error:
-        causes = list(_causes(error))
-        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        found = list(causes(error))
+        if any(isinstance(cause, KeyboardInterrupt) for cause in found):
             raise KeyboardInterrupt from None
-        if all(isinstance(cause, BrokenPipeError) for cause in causes):
-            raise causes[0] from None
+        if all(isinstance(cause, BrokenPipeError) for cause in found):
+            raise found[0] from None
         raise
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions of a group and of the groups in it; otherwise the exception itself."""
-    parts = getattr(error, "exceptions", None)  # Python 3.10 has no class of groups
-    if parts is None:
-        yield error
-        return
-    for part in parts:
-        yield from _causes(part)
