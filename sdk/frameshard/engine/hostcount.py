@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from frameshard import models
+from frameshard.engine import controlgroup
 from frameshard.models import ModelFile
 
 PROC = Path("/proc")
@@ -34,21 +35,24 @@ def counts() -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """Host memory of the machine in bytes.
+    """Host memory of the machine in bytes; of a control group if that has less available.
 
     :param available_bytes: what programs can still take without swapping.
     :param stalled: percent of the last 10 s in which a task waited for memory; 0 if the kernel does not tell.
+    :param of: whose memory it is.
     """
 
     total_bytes: int
     available_bytes: int
     stalled: float
+    of: str = "the machine"
 
 
-def machine(proc: Path = PROC) -> Machine | None:
-    """The machine's figures; None if the system does not give them.
+def machine(proc: Path = PROC, groups: Path = controlgroup.MOUNT) -> Machine | None:
+    """The figures of the machine, or of the control group with less available; None if the system does not give them.
 
     :param proc: where /proc is.
+    :param groups: where the file systems of the control groups are.
     """
     found = {}
     try:
@@ -59,10 +63,10 @@ def machine(proc: Path = PROC) -> Machine | None:
         total, available = found["MemTotal"], found["MemAvailable"]
     except (OSError, ValueError, KeyError, IndexError):
         return None
-    stalled = 0.0
-    with contextlib.suppress(OSError, ValueError, IndexError):  # a kernel without PSI
-        some = (proc / "pressure" / "memory").read_text().split()
-        stalled = float(some[1].removeprefix("avg10="))
+    stalled = controlgroup.stall(proc / "pressure" / "memory")
+    group = controlgroup.tightest(proc, groups)
+    if group is not None and group.available_bytes < available:
+        return Machine(group.limit_bytes, group.available_bytes, max(stalled, group.stalled), "the control group")
     return Machine(total, available, stalled)
 
 

@@ -1,6 +1,7 @@
 """Gives host memory back while the machine is short of it, before the system swaps or ends a process.
 
-The machine is short if little is available, or if tasks wait for memory (PSI). Then the sidecar's own limit is lowered
+The machine is short if little is available, or if tasks wait for memory (PSI). The limit of a control group counts as
+the machine's memory. Then the sidecar's own limit is lowered
 step by step: the KV store gives first, then weights that can be read again, down to the floor. When neither has been so
 for :data:`CALM_S`, the limit ends.
 """
@@ -27,7 +28,7 @@ ENOUGH = 2
 STALLED = 10.0
 STALLED_SHARE = 2
 """The machine is short if tasks wait for memory in more than `STALLED` percent of the time, and less than one of
-`STALLED_SHARE` parts of its memory is available: tasks also wait if their own group has reached a limit of its own."""
+`STALLED_SHARE` parts of its memory is available: tasks also wait if another group has reached its limit."""
 
 CALM_STALLED = 1.0
 
@@ -68,7 +69,7 @@ class Pressure:
         if machine.available_bytes < low or (scarce and machine.stalled > STALLED):
             self._calm_since = None
             if self._host.press(max(missing, STEP_BYTES)):
-                why = f"{machine.available_bytes >> 20} MiB of the machine's memory are available"
+                why = f"{machine.available_bytes >> 20} MiB of the memory of {machine.of} are available"
                 if machine.stalled > STALLED:
                     why = f"tasks wait for memory {machine.stalled:.0f} % of the time"
                 logger.warning("%s: the limit for host memory is %d MiB", why, self._host.pressed_bytes >> 20)
@@ -79,4 +80,4 @@ class Pressure:
             self._calm_since = now
         elif now - self._calm_since >= CALM_S:
             self._host.ease()
-            self._tell(0, "the machine has enough memory again")
+            self._tell(0, f"{machine.of} has enough memory again")
