@@ -1,6 +1,5 @@
 using System;
 using System.IO;
-using System.Reflection;
 using System.Threading;
 using Frameshard;
 using Frameshard.Unity;
@@ -14,28 +13,26 @@ internal static class Focus
 
     private static void Main(string[] arguments)
     {
-        Field("model").SetValue(Component, arguments[0]);
-        Field("python").SetValue(Component, arguments[1]);
-        Field("device").SetValue(Component, "emulated");
-        Call("OnEnable");
-        while (Field("_frames").GetValue(Component) == null)
+        Component.Set("model", arguments[0]).Set("python", arguments[1]).Set("device", "emulated");
+        Component.Call("OnEnable");
+        while (Component.Get("_frames") == null)
         {
-            Call("Update");
+            Component.Call("Update");
             Thread.Sleep(5);
         }
         _path = Component.Client.Run(Component.Client.GetFrameBlockAsync());
         Play();
-        Call("OnApplicationFocus", false);
+        Component.Call("OnApplicationFocus", false);
         Play();
-        Call("OnApplicationFocus", true);
+        Component.Call("OnApplicationFocus", true);
         Play();
-        Call("OnDisable");
+        Component.Call("OnDisable");
     }
 
     private static void Play()
     {
-        Call("Update");
-        Call("Update");
+        Component.Call("Update");
+        Component.Call("Update");
         using (var file = new FileStream(_path, FileMode.Open, FileAccess.Read, FileShare.ReadWrite))
         using (var reader = new BinaryReader(file))
         {
@@ -43,12 +40,4 @@ internal static class Focus
             Console.WriteLine(reader.ReadUInt32());
         }
     }
-
-    // Unity finds these by their names, too.
-    private static void Call(string name, params object[] arguments) =>
-        typeof(FrameshardSidecar).GetMethod(name, BindingFlags.Instance | BindingFlags.NonPublic)
-            .Invoke(Component, arguments);
-
-    private static FieldInfo Field(string name) =>
-        typeof(FrameshardSidecar).GetField(name, BindingFlags.Instance | BindingFlags.NonPublic);
 }

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import sidecars
 from frameshard.testing import fake_engine
 
@@ -57,11 +58,44 @@ def test_the_program_in_the_readme_talks(program_env: dict[str, str], model_path
 def test_the_model_has_the_gpu_while_the_game_is_in_the_background(
     program_env: dict[str, str], model_path: Path, tmp_path: Path
 ) -> None:
-    program = compiled(tmp_path / "focus.exe", *ENGINE, TESTS / "Focus.cs")
+    program = compiled(tmp_path / "focus.exe", *ENGINE, TESTS / "ByName.cs", TESTS / "Focus.cs")
     command = ["mono", program, model_path, sys.executable]
     result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "0\n1\n0\n"
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The components and both samples."""
+    samples = [
+        UNITY / "Samples~" / "Innkeeper" / "Innkeeper.cs",
+        REPO / "samples" / "unity_tavern" / "Assets" / "Tavern.cs",
+    ]
+    program = tmp_path_factory.mktemp("scene") / "scene.exe"
+    return compiled(program, *ENGINE, *samples, TESTS / "ByName.cs", TESTS / "Scene.cs")
+
+
+def test_objects_of_a_scene_hear_all_that_comes_after_their_start(
+    program_env: dict[str, str], model_path: Path, scene: Path
+) -> None:
+    command = ["mono", scene, model_path, sys.executable]
+    result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "ready: True True, loading told: True",
+        "Canceled Canceled",
+        "RanToCompletion: You are Mira.",
+    ]
+
+
+def test_objects_of_a_scene_hear_why_there_is_no_sidecar(
+    program_env: dict[str, str], model_path: Path, scene: Path
+) -> None:
+    command = ["mono", scene, model_path, "/no/such/python"]
+    result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"(\w+) True True \1: .*/no/such/python.*\n", result.stdout), result.stdout
 
 
 def test_the_sample_finds_the_memory_that_a_question_needs(

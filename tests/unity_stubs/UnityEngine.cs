@@ -33,7 +33,16 @@ namespace UnityEngine
     public static class FrameTimingManager
     {
         public static void CaptureFrameTimings() { }
-        public static uint GetLatestTimings(uint numFrames, FrameTiming[] timings) => 0;
+
+        /// <summary>What is measured; NaN: nothing.</summary>
+        public static double gpuFrameTime = double.NaN;
+
+        public static uint GetLatestTimings(uint numFrames, FrameTiming[] timings)
+        {
+            if (double.IsNaN(gpuFrameTime)) return 0;
+            timings[0].gpuFrameTime = gpuFrameTime;
+            return 1;
+        }
     }
 
     public struct Rect
@@ -97,7 +106,10 @@ namespace UnityEngine
     {
         public static void BeginArea(Rect screenRect) { }
         public static void EndArea() { }
-        public static void Label(string text) { }
+        /// <summary>The label that was drawn first since it was null.</summary>
+        public static string first;
+
+        public static void Label(string text) => first = first ?? text;
         public static string TextField(string text) => text;
         public static bool Button(string text) => false;
         public static float HorizontalSlider(float value, float leftValue, float rightValue) => value;

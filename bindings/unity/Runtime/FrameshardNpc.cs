@@ -1,4 +1,5 @@
 using System;
+using System.Collections.Generic;
 using System.Threading;
 using System.Threading.Tasks;
 using UnityEngine;
@@ -16,7 +17,7 @@ namespace Frameshard.Unity
         [SerializeField, Min(1)] private int maxTokens = 256;
         [SerializeField, Range(0, 5)] private float temperature = 0.8f;
 
-        private Job _job;
+        private readonly List<Job> _open = new List<Job>();
 
         public event Action<string> OnToken;
         /// <summary>A whole sentence, for text to speech.</summary>
@@ -25,11 +26,18 @@ namespace Frameshard.Unity
         public event Action<Exception> OnError;
 
         /// <summary>Name of the conversation, for <see cref="Sidecar.Save"/>, <see cref="Sidecar.Load"/> and
-        /// <see cref="Sidecar.History"/>.</summary>
-        public string Conversation => conversation.Length > 0 ? conversation : name;
+        /// <see cref="Sidecar.History"/>. Characters with the same name share one conversation, so give each instance
+        /// of a prefab a name of its own. Setting it holds for later questions; null or "": the name of this
+        /// object.</summary>
+        public string Conversation
+        {
+            get => conversation.Length > 0 ? conversation : name;
+            set => conversation = value ?? "";
+        }
 
-        /// <summary>Asks the character. The task ends with the whole answer, or with a
-        /// <see cref="FrameshardException"/>.</summary>
+        /// <summary>Asks the character. The task ends with the whole answer, with a
+        /// <see cref="FrameshardException"/>, or as cancelled: by the token, by <see cref="Cancel"/>, or when this
+        /// component is disabled. Then awaiting it throws an <see cref="OperationCanceledException"/>.</summary>
         /// <exception cref="InvalidOperationException">There is no enabled FrameshardSidecar.</exception>
         public async Task<string> AskAsync(string text, CancellationToken cancellation = default(CancellationToken))
         {
@@ -39,14 +47,15 @@ namespace Frameshard.Unity
             {
                 if (sidecar.Client == null) throw sidecar.Error;
                 cancellation.ThrowIfCancellationRequested();
-                _job = sidecar.Client.Ask(text, new JobOptions
+                var job = sidecar.Client.Ask(text, new JobOptions
                 {
-                    Conversation = Conversation, System = persona,
+                    Conversation = Conversation,
+                    System = persona.Length > 0 ? persona : null, // "" would erase the system text of a save
                     Sampling = new Sampling { MaxTokens = maxTokens, Temperature = temperature },
                     Sentences = OnSentence != null,
                 }, delta => OnToken?.Invoke(delta), cancellation);
-                _job.OnSentence += sentence => OnSentence?.Invoke(sentence);
-                var answer = await _job.Completion;
+                job.OnSentence += sentence => OnSentence?.Invoke(sentence);
+                var answer = await Finished(job);
                 OnResponse?.Invoke(answer.Text);
                 return answer.Text;
             }
@@ -57,8 +66,24 @@ namespace Frameshard.Unity
             }
         }
 
-        /// <summary>Ends the current answer early.</summary>
-        public void Cancel() => _job?.Cancel();
+        private async Task<Completion> Finished(Job job)
+        {
+            _open.Add(job);
+            try
+            {
+                return await job.Completion;
+            }
+            finally
+            {
+                _open.Remove(job);
+            }
+        }
+
+        /// <summary>Cancels all questions that are not answered yet.</summary>
+        public void Cancel()
+        {
+            foreach (var job in _open) job.Cancel();
+        }
 
         private void OnDisable() => Cancel();
     }

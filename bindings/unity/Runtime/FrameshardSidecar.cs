@@ -1,4 +1,5 @@
 using System;
+using System.IO;
 using System.Threading;
 using System.Threading.Tasks;
 using UnityEngine;
@@ -6,13 +7,23 @@ using UnityEngine;
 namespace Frameshard.Unity
 {
     /// <summary>Owns the sidecar. Use one in a scene. The sidecar starts when this component is enabled and ends when
-    /// it is disabled or destroyed.</summary>
+    /// it is disabled or destroyed; disabling waits up to 1 s for its end. Events are raised in Update, so handlers
+    /// that are added in Start miss none.</summary>
     [DisallowMultipleComponent]
     [AddComponentMenu("frameshard/Sidecar")]
     public sealed class FrameshardSidecar : MonoBehaviour
     {
+        private const float MinFrameRate = 0.1f; // of a frame block
+        private const double MaxGpuSeconds = 10;
+
         [SerializeField, Tooltip("Path of the model, a GGUF file. A relative path starts in StreamingAssets.")]
         private string model = "";
+        [SerializeField, Tooltip("Path of the model's vision tower, a GGUF file, for images. A relative path starts in "
+            + "StreamingAssets. Empty: none.")]
+        private string mmproj = "";
+        [SerializeField, Tooltip("Path of a sentence encoder, a GGUF file, for EmbedAsync. A relative path starts in "
+            + "StreamingAssets. Empty: none.")]
+        private string embedder = "";
         [SerializeField, Tooltip("Device that runs the model: auto, cpu, emulated, or a name such as CUDA0.")]
         private string device = "auto";
         [SerializeField, Min(0), Tooltip("Limit on all VRAM that the model uses, in MiB. 0: no limit.")]
@@ -24,21 +35,32 @@ namespace Frameshard.Unity
         [SerializeField, Tooltip("Path of a Python that has frameshard installed. Empty: the sidecar that was built "
             + "into the player; in the editor, and without one, python3.")]
         private string python = "";
+        [SerializeField, Tooltip("Path of a file to which the sidecar appends its log. A relative path starts in the "
+            + "persistent data path. Empty: the log goes to standard error.")]
+        private string logFile = "";
+        [SerializeField, TextArea, Tooltip("A JSON object with further launch options, such as {\"kv_type\": \"q8_0\"}; "
+            + "they take precedence. Empty: none.")]
+        private string extraJson = "";
         [SerializeField, Min(1), Tooltip("Most events that are handled in one frame.")]
         private int eventsPerFrame = 64;
         [SerializeField, Tooltip("How the model shares the GPU with the game's frames.")]
         private SchedulingMode scheduling = SchedulingMode.Balance;
-        [SerializeField, Min(0), Tooltip("Frame rate that the model leaves GPU time for. 0: it ignores frames.")]
+        [SerializeField, Min(0), Tooltip("Frame rate that the model leaves GPU time for, at least 0.1. 0: it ignores "
+            + "frames.")]
         private float targetFrameRate = 60;
 
         private readonly FrameTiming[] _timings = new FrameTiming[1];
         private FrameBlock _frames;
         private bool _focused;
+        private FrameshardException _launchError; // until OnError is raised
 
+        /// <summary>Raised when the model is loaded and the frame block, if there is one, is open.</summary>
         public event Action<ModelInfo> OnReady;
         public event Action<BudgetResult> OnBudgetChanged;
         public event Action<Notice> OnNotice;
         public event Action<Loading> OnLoading;
+        /// <summary>Raised when the sidecar could not be started, has ended, or has refused a request without a
+        /// task.</summary>
         public event Action<FrameshardException> OnError;
 
         /// <summary>The session with the sidecar; null while disabled.</summary>
@@ -62,17 +84,11 @@ namespace Frameshard.Unity
             _focused = Application.isFocused;
             try
             {
-                Client = Sidecar.Launch(new LaunchOptions
-                {
-                    Model = System.IO.Path.Combine(Application.streamingAssetsPath, model),
-                    Device = device, VramBudgetMb = vramBudgetMb, NCtx = (uint)nCtx, NParallel = (uint)nParallel,
-                    Python = python.Length > 0 ? python : BuiltIn(Application.streamingAssetsPath),
-                    ClientName = "unity",
-                });
+                Client = Sidecar.Launch(MakeOptions());
             }
             catch (FrameshardException error)
             {
-                End(error);
+                Error = _launchError = error; // Update reports it, when other objects have added their handlers
                 return;
             }
             Client.OnBudgetChanged += result => OnBudgetChanged?.Invoke(result);
@@ -83,46 +99,87 @@ namespace Frameshard.Unity
             Greet(Client);
         }
 
+        private LaunchOptions MakeOptions()
+        {
+            return new LaunchOptions
+            {
+                Model = Path.Combine(Application.streamingAssetsPath, model),
+                Mmproj = Find(Application.streamingAssetsPath, mmproj),
+                Embedder = Find(Application.streamingAssetsPath, embedder),
+                LogFile = Find(Application.persistentDataPath, logFile),
+                Device = device, VramBudgetMb = vramBudgetMb, NCtx = (uint)nCtx, NParallel = (uint)nParallel,
+                Python = python.Length > 0 ? python : BuiltIn(Application.streamingAssetsPath),
+                ExtraJson = extraJson.Length > 0 ? extraJson : null, Loading = "on", ClientName = "unity",
+            };
+        }
+
+        private static string Find(string directory, string path)
+        {
+            return path.Length > 0 ? Path.Combine(directory, path) : null;
+        }
+
         /// <summary>The sidecar that `SidecarInPlayer` has copied into the player; null if there is none.</summary>
         private static string BuiltIn(string assets)
         {
-            var directory = System.IO.Path.Combine(assets, "frameshard", "sidecar");
+            var directory = Path.Combine(assets, "frameshard", "sidecar");
             foreach (var name in new[] { "pythonw.exe", "python" })
             {
-                var path = System.IO.Path.Combine(directory, name);
-                if (System.IO.File.Exists(path)) return path;
+                var path = Path.Combine(directory, name);
+                if (File.Exists(path)) return path;
             }
             return null;
         }
 
         private async void Greet(Sidecar client)
         {
+            ModelInfo loaded;
             try
             {
-                OnReady?.Invoke(await client.Ready);
-                client.SetPacing(scheduling);
-                if (targetFrameRate <= 0) return;
-                var path = await client.GetFrameBlockAsync();
-                if (client == Client) _frames = FrameBlock.Open(path, 1 / targetFrameRate);
+                loaded = await client.Ready;
             }
             catch (FrameshardException)
             {
-                if (!client.IsClosed) throw; // if it is closed, OnClosed reports the reason
+                return; // OnClosed reports the reason
             }
+            try
+            {
+                client.SetPacing(scheduling);
+                if (targetFrameRate > 0)
+                {
+                    var path = await client.GetFrameBlockAsync();
+                    if (client != Client) return;
+                    _frames = FrameBlock.Open(path, 1.0 / Math.Max(targetFrameRate, MinFrameRate));
+                }
+            }
+            catch (FrameshardException error)
+            {
+                if (client.IsClosed) return; // OnClosed reports the reason
+                Report(error); // the model answers without pacing, too
+            }
+            OnReady?.Invoke(loaded); // last: an exception of a handler stops nothing of the above
         }
 
         private void Update()
         {
-            TellFrame();
+            if (_launchError != null)
+            {
+                var error = _launchError;
+                _launchError = null;
+                Report(error);
+            }
             Client?.Poll(eventsPerFrame);
+            TellFrame();
         }
 
         private void TellFrame()
         {
             if (_frames == null || !_focused) return; // Begin would clear the idle flag
             FrameTimingManager.CaptureFrameTimings();
-            if (FrameTimingManager.GetLatestTimings(1, _timings) > 0 && _timings[0].gpuFrameTime > 0)
-                _frames.End(_timings[0].gpuFrameTime / 1000);
+            if (FrameTimingManager.GetLatestTimings(1, _timings) > 0)
+            {
+                var gpuSeconds = _timings[0].gpuFrameTime / 1000;
+                if (gpuSeconds > 0 && gpuSeconds <= MaxGpuSeconds) _frames.End(gpuSeconds); // else it is no frame's time
+            }
             _frames.Begin();
         }
 
@@ -139,6 +196,7 @@ namespace Frameshard.Unity
             _frames = null;
             Client?.Dispose();
             Client = null;
+            _launchError = null;
         }
 
         private void End(FrameshardException error)

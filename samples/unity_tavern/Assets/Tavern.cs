@@ -20,7 +20,7 @@ public sealed class Tavern : MonoBehaviour
     private float _budgetMb, _askedMb, _floorMb, _fullMb;
     private bool _speaks;
 
-    private bool IsReady => _fullMb > 0 && sidecar.Error == null;
+    private bool IsReady => _fullMb > 0 && sidecar.Client != null && sidecar.Error == null;
 
     private void Start()
     {
@@ -28,7 +28,7 @@ public sealed class Tavern : MonoBehaviour
         npc.OnToken += text => _answer += text;
         sidecar.OnReady += Show;
         sidecar.OnBudgetChanged += now => _vram = $"VRAM: {now.UsedBytes >> 20} of {now.BudgetBytes >> 20} MiB";
-        sidecar.OnError += error => _answer = $"{error.Name}: {error.Message}";
+        sidecar.OnError += error => _answer = $"{error.Name}: {error.Message}"; // also of a refused request
     }
 
     private void Furnish()
@@ -64,7 +64,7 @@ public sealed class Tavern : MonoBehaviour
     private void OnGUI()
     {
         GUILayout.BeginArea(new Rect(Margin, Margin, BubbleWidth, Screen.height - 2 * Margin));
-        GUILayout.Label(_answer);
+        GUILayout.Label(sidecar.Error == null ? _answer : $"{sidecar.Error.Name}: {sidecar.Error.Message}");
         _question = GUILayout.TextField(_question);
         if (GUILayout.Button("Ask") && IsReady && !_speaks) Ask(_question);
         GUILayout.Label(_vram);
@@ -86,6 +86,9 @@ public sealed class Tavern : MonoBehaviour
         try
         {
             await npc.AskAsync(question);
+        }
+        catch (OperationCanceledException) // she is disabled, or npc.Cancel was called
+        {
         }
         catch (FrameshardException error)
         {

@@ -18,7 +18,7 @@ public sealed class Innkeeper : MonoBehaviour
     private float _budgetMb, _askedMb, _floorMb, _fullMb;
     private bool _busy;
 
-    private bool IsReady => _fullMb > 0 && sidecar.Error == null;
+    private bool IsReady => _fullMb > 0 && sidecar.Client != null && sidecar.Error == null;
     private static string SavePath => Path.Combine(Application.persistentDataPath, "innkeeper.save");
 
     private void Start()
@@ -61,6 +61,9 @@ public sealed class Innkeeper : MonoBehaviour
         try
         {
             await npc.AskAsync(question);
+        }
+        catch (OperationCanceledException) // she is disabled, or npc.Cancel was called
+        {
         }
         catch (FrameshardException error)
         {
