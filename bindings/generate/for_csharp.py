@@ -51,6 +51,11 @@ INITIAL = {"client_name": "csharp"}
 def generate(manifest: Manifest, made: dict[Path, str]) -> dict[Path, str]:
     codes = [f"        {pascal(error['name'])} = {error['code']}," for error in manifest["errors"]]
     native, types = NATIVE.read_text(), with_region(TYPES.read_text(), "error codes", "\n".join(codes))
+    cases = [(f"                case ErrorCode.{pascal(error['name'])}:", error) for error in manifest["errors"]]
+    names = [f'{case} return "{error["name"]}";' for case, error in cases]
+    types = with_region(types, "error names", "\n".join(names))
+    retriable = [case for case, error in cases if error["retriable"]]
+    types = with_region(types, "retriable errors", "\n".join(retriable))
     for name, numbers in for_c.numbers(manifest).items():
         lines = [f"        {pascal(word)} = {number}," for word, number in numbers.items()]
         types = with_region(types, ENUMS[name], "\n".join(lines))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import sidecars
 from frameshard.testing import fake_engine
 
@@ -96,6 +97,19 @@ def test_objects_of_a_scene_hear_why_there_is_no_sidecar(
     result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(r"(\w+) True True \1: .*/no/such/python.*\n", result.stdout), result.stdout
+
+
+@pytest.mark.parametrize("content", [None, "no library"])
+def test_a_library_that_cannot_be_loaded_is_an_error_like_others(
+    program_env: dict[str, str], content: str | None, scene: Path, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "libframeshard.so").write_text(content)
+    environment = {**program_env, "LD_LIBRARY_PATH": str(tmp_path)}
+    command = ["mono", scene, "model.gguf", sys.executable]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("unsupported True True unsupported: the library libframeshard cannot be loaded")
 
 
 def test_the_sample_finds_the_memory_that_a_question_needs(

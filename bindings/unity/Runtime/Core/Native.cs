@@ -365,8 +365,6 @@ namespace Frameshard
             // end of fs_event
         }
 
-        [DllImport(Library)] internal static extern IntPtr fs_status_name(int status);
-        [DllImport(Library)] internal static extern int fs_status_retriable(int status);
         [DllImport(Library)] internal static extern IntPtr fs_last_error(out uint length);
         [DllImport(Library)] internal static extern uint fs_abi_version();
         [DllImport(Library)] internal static extern void fs_launch_options_init(out LaunchOptions options, uint size);

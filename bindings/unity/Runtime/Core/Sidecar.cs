@@ -104,7 +104,8 @@ namespace Frameshard
 
         /// <summary>Starts a sidecar. Returns at once. Questions asked before <see cref="Ready"/> wait for
         /// it.</summary>
-        /// <exception cref="FrameshardException">An option is invalid, or the process cannot be started.</exception>
+        /// <exception cref="FrameshardException">An option is invalid, the process cannot be started, or the native
+        /// library cannot be loaded.</exception>
         public static Sidecar Launch(LaunchOptions options)
         {
             CheckLibrary();
@@ -118,7 +119,8 @@ namespace Frameshard
         }
 
         /// <summary>Starts a session with a running sidecar, by the path of its connect file.</summary>
-        /// <exception cref="FrameshardException">The file does not exist or is not a connect file.</exception>
+        /// <exception cref="FrameshardException">The file does not exist or is not a connect file, or the native
+        /// library cannot be loaded.</exception>
         public static Sidecar Connect(string connectFile, string clientName = "csharp")
         {
             CheckLibrary();
@@ -1041,10 +1043,13 @@ namespace Frameshard
             {
                 version = Native.fs_abi_version();
             }
-            catch (DllNotFoundException error)
+            catch (Exception error) when (error is DllNotFoundException || error is BadImageFormatException
+                || error is EntryPointNotFoundException)
             {
-                throw new DllNotFoundException("The library libframeshard is not found. Build bindings/c and put it into "
-                    + "Assets/Plugins/x86_64 (Unity) or where the system's loader looks, such as LD_LIBRARY_PATH", error);
+                throw new FrameshardException(ErrorCode.Unsupported,
+                    "the library libframeshard cannot be loaded; build bindings/c for this system and put it into "
+                    + "Assets/Plugins/x86_64 (Unity) or where the system's loader looks, such as LD_LIBRARY_PATH: "
+                    + error.Message);
             }
             if (version != Native.AbiVersion)
                 throw new FrameshardException(ErrorCode.VersionMismatch,

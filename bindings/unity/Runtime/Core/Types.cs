@@ -50,9 +50,60 @@ namespace Frameshard
         public FrameshardException(ErrorCode code, string message, string detailJson = "") : base(message)
         {
             Code = code;
-            Name = Utf8.Read(Native.fs_status_name((int)code));
-            Retriable = Native.fs_status_retriable((int)code) != 0;
+            Name = NameOf(code);
+            Retriable = IsRetriable(code);
             DetailJson = detailJson;
+        }
+
+        // Written here, too, because there is an error for a native library that cannot be loaded.
+        private static string NameOf(ErrorCode code)
+        {
+            switch (code)
+            {
+                // generated: error names
+                case ErrorCode.Internal: return "internal";
+                case ErrorCode.BadArgument: return "bad_argument";
+                case ErrorCode.BadMessage: return "bad_message";
+                case ErrorCode.UnknownJob: return "unknown_job";
+                case ErrorCode.ContextOverflow: return "context_overflow";
+                case ErrorCode.Unsupported: return "unsupported";
+                case ErrorCode.BadSave: return "bad_save";
+                case ErrorCode.ModelNotFound: return "model_not_found";
+                case ErrorCode.BadModel: return "bad_model";
+                case ErrorCode.UnknownDevice: return "unknown_device";
+                case ErrorCode.BudgetBelowFloor: return "budget_below_floor";
+                case ErrorCode.VersionMismatch: return "version_mismatch";
+                case ErrorCode.OutOfMemory: return "out_of_memory";
+                case ErrorCode.StaleLease: return "stale_lease";
+                case ErrorCode.EndpointInUse: return "endpoint_in_use";
+                case ErrorCode.ConnectionLost: return "connection_lost";
+                case ErrorCode.EngineDied: return "engine_died";
+                case ErrorCode.Overloaded: return "overloaded";
+                case ErrorCode.DeadlineMissed: return "deadline_missed";
+                case ErrorCode.Cancelled: return "cancelled";
+                case ErrorCode.DownloadFailed: return "download_failed";
+                // end of error names
+                case 0: return "ok"; // the end after Shutdown
+                default: return "internal";
+            }
+        }
+
+        private static bool IsRetriable(ErrorCode code)
+        {
+            switch (code)
+            {
+                // generated: retriable errors
+                case ErrorCode.OutOfMemory:
+                case ErrorCode.ConnectionLost:
+                case ErrorCode.EngineDied:
+                case ErrorCode.Overloaded:
+                case ErrorCode.DeadlineMissed:
+                case ErrorCode.DownloadFailed:
+                // end of retriable errors
+                    return true;
+                default:
+                    return false;
+            }
         }
     }
 
