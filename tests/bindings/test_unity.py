@@ -112,6 +112,16 @@ def test_a_library_that_cannot_be_loaded_is_an_error_like_others(
     assert result.stdout.startswith("unsupported True True unsupported: the library libframeshard cannot be loaded")
 
 
+def test_a_thread_that_waits_for_events_lets_others_call(
+    program_env: dict[str, str], model_path: Path, tmp_path: Path
+) -> None:
+    program = compiled(tmp_path / "turns.exe", TESTS / "ByName.cs", TESTS / "Turns.cs")
+    command = ["mono", program, model_path, sys.executable]
+    result = subprocess.run(command, env=program_env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "True\n"
+
+
 def test_the_sample_finds_the_memory_that_a_question_needs(
     program_env: dict[str, str], encoder_path: Path, tmp_path: Path
 ) -> None:

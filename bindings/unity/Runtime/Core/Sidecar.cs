@@ -24,7 +24,7 @@ namespace Frameshard
 
         private static readonly List<WeakReference> Open = new List<WeakReference>();
 
-        private readonly object _gate = new object(); // the C library allows one call at a time for a client
+        private readonly Gate _gate = new Gate(); // the C library allows one call at a time for a client
         private readonly ClientHandle _client;
         private readonly Native.Event[] _buffer = new Native.Event[Batch];
         private readonly Queue<Action> _pending = new Queue<Action>();
@@ -92,14 +92,14 @@ namespace Frameshard
 
         public bool IsClosed
         {
-            get { lock (_gate) return _closed; }
+            get { using (_gate.Enter()) return _closed; }
         }
 
         /// <summary>Why the session has ended; null before. After the end, every call fails with this
         /// reason.</summary>
         public FrameshardException CloseReason
         {
-            get { lock (_gate) return _why; }
+            get { using (_gate.Enter()) return _why; }
         }
 
         /// <summary>Starts a sidecar. Returns at once. Questions asked before <see cref="Ready"/> wait for
@@ -138,7 +138,7 @@ namespace Frameshard
             using (var texts = new Utf8())
             {
                 var name = texts.Name(feature);
-                lock (_gate) return !_closed && Native.fs_has_feature(_client, name) != 0;
+                using (_gate.Enter()) return !_closed && Native.fs_has_feature(_client, name) != 0;
             }
         }
 
@@ -228,7 +228,7 @@ namespace Frameshard
             using (var texts = new Utf8())
             {
                 var name = texts.Name(conversation);
-                lock (_gate) Check(Closable(() => Native.fs_forget(_client, name)));
+                using (_gate.Enter()) Check(Closable(() => Native.fs_forget(_client, name)));
             }
         }
 
@@ -240,7 +240,7 @@ namespace Frameshard
             using (var texts = new Utf8())
             {
                 var name = texts.Name(conversation);
-                lock (_gate)
+                using (_gate.Enter())
                 {
                     CheckUndisposed();
                     Check(Native.fs_history_with_tools(_client, name, out var first, out var count));
@@ -286,7 +286,7 @@ namespace Frameshard
             using (var texts = new Utf8())
             {
                 var name = texts.Name(conversation);
-                lock (_gate)
+                using (_gate.Enter())
                 {
                     CheckUndisposed();
                     Check(Native.fs_save(_client, name, out var data, out var size));
@@ -309,7 +309,7 @@ namespace Frameshard
                 var name = texts.Name(conversation);
                 var native = new Native.LoadResult { StructSize = Size<Native.LoadResult>() };
                 var size = (ulong)(data?.LongLength ?? 0);
-                lock (_gate) Check(Closable(() => Native.fs_load(_client, data, size, name, ref native)));
+                using (_gate.Enter()) Check(Closable(() => Native.fs_load(_client, data, size, name, ref native)));
                 return new LoadResult { SameModel = native.SameModel != 0, SameTemplate = native.SameTemplate != 0 };
             }
         }
@@ -512,7 +512,7 @@ namespace Frameshard
         /// <param name="targetTokensPerSecond">Limit for all jobs together, 0.1 to 10,000; 0: no limit.</param>
         public void SetPacing(SchedulingMode mode, double targetTokensPerSecond = 0)
         {
-            lock (_gate) Check(Closable(() => Native.fs_set_pacing(_client, (int)mode, targetTokensPerSecond, out _)));
+            using (_gate.Enter()) Check(Closable(() => Native.fs_set_pacing(_client, (int)mode, targetTokensPerSecond, out _)));
         }
 
         /// <summary>Returns the path of the sidecar's frame block, for <see cref="FrameBlock.Open"/>.</summary>
@@ -533,7 +533,7 @@ namespace Frameshard
         /// <summary>Ends the sidecar for all its clients. <see cref="OnClosed"/> follows.</summary>
         public void Shutdown()
         {
-            lock (_gate) Check(Closable(() => Native.fs_shutdown(_client)));
+            using (_gate.Enter()) Check(Closable(() => Native.fs_shutdown(_client)));
         }
 
         /// <summary>Call it once a frame. Raises at most <paramref name="limit"/> events and returns their number.
@@ -545,7 +545,7 @@ namespace Frameshard
             while (raised < limit)
             {
                 Action next;
-                lock (_gate)
+                using (_gate.Enter())
                 {
                     if (_pending.Count == 0 && !Fetch(Math.Min(Batch, limit - raised))) break;
                     next = _pending.Dequeue();
@@ -576,7 +576,8 @@ namespace Frameshard
             var clock = Stopwatch.StartNew();
             do
             {
-                lock (_gate) // released between short waits, so that other threads can call
+                while (_gate.IsWanted && clock.Elapsed.TotalSeconds < timeoutSeconds) Thread.Sleep(1);
+                using (_gate.Enter()) // left between short waits, so that other threads can call
                 {
                     if (_pending.Count > 0) return;
                     if (_closed) break;
@@ -590,7 +591,7 @@ namespace Frameshard
         /// <summary>Ends the session, and a launched sidecar. Unfinished tasks fail with ConnectionLost.</summary>
         public void Dispose()
         {
-            lock (_gate)
+            using (_gate.Enter())
             {
                 if (_client.IsClosed) return;
                 _closed = true;
@@ -605,7 +606,7 @@ namespace Frameshard
 
         internal void Cancel(Job job)
         {
-            lock (_gate)
+            using (_gate.Enter())
             {
                 if (!_closed && _jobs.ContainsKey(job.Id)) Native.fs_cancel(_client, job.Id);
             }
@@ -613,7 +614,7 @@ namespace Frameshard
 
         internal void SetPriority(Job job, uint priority)
         {
-            lock (_gate)
+            using (_gate.Enter())
             {
                 if (!_closed && _jobs.ContainsKey(job.Id))
                 {
@@ -664,7 +665,7 @@ namespace Frameshard
             }
             native.ToolChoice = texts.Name(options.ToolChoice);
             var job = new Job(this, options.Timeline, onToken);
-            lock (_gate)
+            using (_gate.Enter())
             {
                 var id = 0UL;
                 Check(Closable(() => submit(ref native, out id)));
@@ -743,7 +744,7 @@ namespace Frameshard
 
         private void Begin(RequestCall call, AnswerCall answer, Action<FrameshardException> fail)
         {
-            lock (_gate)
+            using (_gate.Enter())
             {
                 var id = 0UL;
                 Check(Closable(() => call(out id)));
@@ -938,7 +939,7 @@ namespace Frameshard
                     break;
                 case Native.EventType.Closed:
                     var why = Error(native, copies);
-                    lock (_gate)
+                    using (_gate.Enter())
                     {
                         _closed = true;
                         _why = why;
@@ -951,7 +952,7 @@ namespace Frameshard
 
         private Job Find(ulong id, bool last)
         {
-            lock (_gate)
+            using (_gate.Enter())
             {
                 _jobs.TryGetValue(id, out var job);
                 if (last) _jobs.Remove(id);
@@ -961,7 +962,7 @@ namespace Frameshard
 
         private Request Answered(ulong id, bool last)
         {
-            lock (_gate)
+            using (_gate.Enter())
             {
                 _requests.TryGetValue(id, out var request);
                 if (last) _requests.Remove(id);
@@ -973,7 +974,7 @@ namespace Frameshard
         {
             List<Job> jobs;
             List<Request> requests;
-            lock (_gate)
+            using (_gate.Enter())
             {
                 jobs = new List<Job>(_jobs.Values);
                 requests = new List<Request>(_requests.Values);
@@ -987,7 +988,7 @@ namespace Frameshard
 
         private ModelInfo ReadModel()
         {
-            lock (_gate)
+            using (_gate.Enter())
             {
                 var native = new Native.Model { StructSize = Size<Native.Model>() };
                 Check(Closable(() => Native.fs_get_model(_client, ref native)));
