@@ -1,4 +1,4 @@
-// Runs what the editor scripts of the Unity package do without Unity: a download, or the step after a build.
+// Runs what the editor scripts of the Unity package do without Unity: a download, the name of its file, or the step after a build.
 
 using System;
 using System.Threading;
@@ -15,6 +15,18 @@ internal static class EditorTools
             var target = (BuildTarget)Enum.Parse(typeof(BuildTarget), args[1]);
             var summary = new BuildSummary { platform = target, outputPath = args[2] };
             new SidecarInPlayer().OnPostprocessBuild(new BuildReport { summary = summary });
+            return;
+        }
+        if (args[0] == "name")
+        {
+            try
+            {
+                Console.WriteLine(Download.NameOf(args[1]));
+            }
+            catch (ArgumentException error)
+            {
+                Console.WriteLine(error.Message);
+            }
             return;
         }
         var download = new Download(args[1], args[2], args[3]);

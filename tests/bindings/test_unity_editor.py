@@ -17,7 +17,7 @@ from test_unity import REPO, UNITY, compiled
 
 pytestmark = pytest.mark.usefixtures("built")  # with the bindings, so that Mono is there
 
-CONTENT = os.urandom(1 << 20)
+CONTENT = b"GGUF" + os.urandom(1 << 20)
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
@@ -99,7 +99,7 @@ def test_a_download_goes_on_after_broken_connections(download: Download) -> None
 
 def test_a_wrong_hash_and_a_refusal_leave_nothing(download: Download) -> None:
     class Wrong(Handler):
-        served = CONTENT[::-1]
+        served = CONTENT[:4] + CONTENT[:3:-1]
 
     with serving(Wrong) as url:
         said, path = download(f"{url}/model.gguf", DIGEST)
@@ -109,6 +109,33 @@ def test_a_wrong_hash_and_a_refusal_leave_nothing(download: Download) -> None:
         assert "404" in said
         assert not path.exists()
     assert "http://" in download("nonsense://x")[0]
+
+
+def test_a_web_page_is_no_model(download: Download) -> None:
+    class Page(Handler):
+        served = b"<!DOCTYPE html><title>model.gguf</title>"
+
+    with serving(Page) as url:
+        said, path = download(f"{url}/model.gguf")
+    assert "no GGUF file" in said
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://example.com/a/model.gguf?download=true#top", "model.gguf"),
+        ("https://example.com/a%2Fb/my%20model.gguf", "my model.gguf"),
+        ("https://example.com/a/", "must end with the name of a file"),
+        ("https://example.com/..", "must end with the name of a file"),
+        ("https://example.com/..%2Fmodel.gguf", "must end with the name of a file"),
+        ("https://example.com/..%5Cmodel.gguf", "must end with the name of a file"),
+    ],
+)
+def test_the_file_has_the_name_in_its_address(url: str, said: str, tools: Path) -> None:
+    result = subprocess.run(["mono", tools, "name", url], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert said in result.stdout
 
 
 def test_a_cancelled_download_leaves_nothing(download: Download) -> None:
@@ -139,12 +166,15 @@ def test_the_bundle_is_copied_into_the_player(tools: Path, tmp_path: Path) -> No
     python.parent.mkdir(parents=True)
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
-    left = tmp_path / "Tavern_Data" / "StreamingAssets" / "frameshard" / "old"
+    assets = tmp_path / "Tavern_Data" / "StreamingAssets" / "frameshard"
+    left, own = assets / "sidecar" / "old", assets / "model.gguf"
     left.parent.mkdir(parents=True)
     left.touch()
+    own.write_text("of the game")
     assert build("StandaloneLinux64", "Tavern.x86_64") == ""
-    copied = left.parent / "sidecar" / "python"
+    copied = assets / "sidecar" / "python"
     assert copied.read_text() == "#!/bin/sh\n"
     assert os.access(copied, os.X_OK)
     assert not left.exists()
+    assert own.read_text() == "of the game"
     assert build("StandaloneOSX", "Tavern.app") == ""

@@ -14,6 +14,7 @@ namespace Frameshard.Unity.Editor
         private const int TimeoutMs = 30000;
         private const int PauseMs = 1000;
         private const int MaxFailures = 5;
+        private const string Extension = ".gguf", Magic = "GGUF"; // its first bytes
 
         private readonly CancellationTokenSource _stop = new CancellationTokenSource();
         private readonly string _url, _path, _sha256;
@@ -23,10 +24,22 @@ namespace Frameshard.Unity.Editor
         /// <param name="sha256">The file's hash in hexadecimal; empty: the file is not checked.</param>
         public Download(string url, string path, string sha256 = "")
         {
-            _url = url;
+            _url = url.Trim();
             _path = path;
             _sha256 = sha256.Trim().ToLowerInvariant();
             new Thread(Run) { IsBackground = true, Name = "frameshard download" }.Start();
+        }
+
+        /// <summary>The name of the file at an address.</summary>
+        /// <exception cref="ArgumentException">The address names no file.</exception>
+        public static string NameOf(string url)
+        {
+            var path = url.Trim().Split('?', '#')[0];
+            var name = Uri.UnescapeDataString(path.Substring(path.LastIndexOf('/') + 1));
+            if (name.Trim('.').Length == 0 || name.IndexOfAny(Path.GetInvalidFileNameChars()) >= 0
+                || name.IndexOf('\\') >= 0)
+                throw new ArgumentException("the address must end with the name of a file, such as model.gguf");
+            return name;
         }
 
         public long DoneBytes => Interlocked.Read(ref _doneBytes);
@@ -142,6 +155,9 @@ namespace Frameshard.Unity.Editor
 
         private void Check(string part)
         {
+            if (_path.EndsWith(Extension, StringComparison.OrdinalIgnoreCase) && !IsGguf(part))
+                throw new IOException("the file is no GGUF file, perhaps a web page about it; use the address of the "
+                    + "file itself; it was deleted");
             if (_sha256.Length == 0) return;
             string found;
             using (var file = File.OpenRead(part))
@@ -149,6 +165,16 @@ namespace Frameshard.Unity.Editor
                 found = BitConverter.ToString(hash.ComputeHash(file)).Replace("-", "").ToLowerInvariant();
             if (found == _sha256) return;
             throw new IOException($"the file's SHA-256 is {found}, not {_sha256}; it was deleted");
+        }
+
+        private static bool IsGguf(string path)
+        {
+            using (var file = File.OpenRead(path))
+            {
+                foreach (var letter in Magic)
+                    if (file.ReadByte() != letter) return false;
+                return true;
+            }
         }
     }
 }

@@ -1,3 +1,4 @@
+using System;
 using System.IO;
 using UnityEditor;
 using UnityEngine;
@@ -32,8 +33,15 @@ namespace Frameshard.Unity.Editor
 
         private void Begin()
         {
-            var name = Path.GetFileName(_url.Split('?')[0]);
-            _download = new Download(_url, Path.Combine(Application.streamingAssetsPath, name), _sha256);
+            try
+            {
+                var path = Path.Combine(Application.streamingAssetsPath, Download.NameOf(_url));
+                _download = new Download(_url, path, _sha256);
+            }
+            catch (ArgumentException error)
+            {
+                _state = error.Message;
+            }
         }
 
         private void Update()

@@ -26,7 +26,7 @@ namespace Frameshard.Unity.Editor
             var player = report.summary.outputPath;
             var data = Path.Combine(
                 Path.GetDirectoryName(player) ?? "", Path.GetFileNameWithoutExtension(player) + "_Data");
-            CopyTree(bundle, Path.Combine(data, "StreamingAssets", "frameshard"));
+            Replace(bundle, Path.Combine(data, "StreamingAssets", "frameshard"));
         }
 
         private static string SystemOf(BuildTarget target)
@@ -39,10 +39,21 @@ namespace Frameshard.Unity.Editor
             }
         }
 
-        /// <summary>Copies a directory. What was at its place before is removed.</summary>
-        internal static void CopyTree(string from, string to)
+        /// <summary>Copies what is in a directory. What has the same name is removed before, so that nothing of an
+        /// older bundle stays in it. All else stays, such as a model that the game has there.</summary>
+        private static void Replace(string from, string to)
         {
-            if (Directory.Exists(to)) Directory.Delete(to, true);
+            foreach (var entry in Directory.GetFileSystemEntries(from))
+            {
+                var old = Path.Combine(to, Path.GetFileName(entry));
+                if (Directory.Exists(old)) Directory.Delete(old, true);
+                else if (File.Exists(old)) File.Delete(old);
+            }
+            CopyTree(from, to);
+        }
+
+        private static void CopyTree(string from, string to)
+        {
             Directory.CreateDirectory(to);
             foreach (var file in Directory.GetFiles(from))
                 File.Copy(file, Path.Combine(to, Path.GetFileName(file))); // with its permission to be executed
