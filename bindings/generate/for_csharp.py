@@ -129,10 +129,10 @@ def _fill(struct: for_c.Struct) -> Iterator[str]:
         field, kind = member.field, _kind(member)
         target, given = f"native.{pascal(member.name)}", f"options.{_name(member)}"
         if kind == "string":
-            yield f"            if ({given} != null) {target} = texts.Name({given});"
+            yield f'            if ({given} != null) {target} = texts.Name({given}, "{_name(member)}");'
         elif kind.endswith("[]"):
             (count,) = (each for each in for_c.members(struct) if each.name == f"n_{member.name}")
-            made = f"texts.Names({given})" if kind == "string[]" else f"Records({given}, texts)"
+            made = f'texts.Names({given}, "{_name(member)}")' if kind == "string[]" else f"Records({given}, texts)"
             yield f"            if ({given} != null) {target} = {made};"
             yield f"            native.{pascal(count.name)} = ({KINDS[count.kind]})({given}?.Length ?? 0);"
         elif field is not None and field["name"] in SIZES:

@@ -1,5 +1,6 @@
 #include "seam.h"
 
+#include <iomanip>
 #include <sstream>
 
 #include "codec.h"
@@ -81,6 +82,7 @@ std::string text_of(const char *what, const char *text, size_t least, size_t mos
 void check_range(const char *what, double value, double least, double most) {
     if (!(least <= value && value <= most)) { // true for NaN, too
         std::ostringstream sentence;
+        sentence << std::setprecision(16); // six digits would round the limits
         sentence << what << " must be from " << least << " to " << most;
         refuse(FS_BAD_ARGUMENT, sentence.str());
     }

@@ -108,6 +108,7 @@ namespace Frameshard
         /// library cannot be loaded.</exception>
         public static Sidecar Launch(LaunchOptions options)
         {
+            if (options == null) throw new ArgumentNullException(nameof(options));
             CheckLibrary();
             using (var texts = new Utf8())
             {
@@ -170,6 +171,7 @@ namespace Frameshard
         public Job ToolResults(IReadOnlyDictionary<string, string> results, JobOptions options,
             Action<string> onToken = null, CancellationToken cancellation = default(CancellationToken))
         {
+            if (results == null) throw new ArgumentNullException(nameof(results));
             using (var texts = new Utf8())
             {
                 var natives = new Native.ToolResult[results.Count];
@@ -179,7 +181,7 @@ namespace Frameshard
                     var content = texts.Text(result.Value ?? "", out var length);
                     natives[index++] = new Native.ToolResult
                     {
-                        CallId = texts.Name(result.Key), Content = content, ContentLength = length,
+                        CallId = texts.Name(result.Key, "the id of a call"), Content = content, ContentLength = length,
                     };
                 }
                 return Begin(texts, options, onToken, cancellation, (ref Native.JobOptions native, out ulong id) =>
@@ -192,6 +194,7 @@ namespace Frameshard
         public Job Chat(IReadOnlyList<ChatMessage> messages, JobOptions options = null, Action<string> onToken = null,
             CancellationToken cancellation = default(CancellationToken))
         {
+            if (messages == null) throw new ArgumentNullException(nameof(messages));
             using (var texts = new Utf8())
             {
                 var native = Pin(texts, messages);
@@ -314,8 +317,8 @@ namespace Frameshard
             }
         }
 
-        /// <summary>Has the sidecar write the KV cache of a conversation to a file, so that after <see cref="Load"/> and
-        /// <see cref="LoadKvAsync"/> its next question need not read the whole text again.</summary>
+        /// <summary>Has the sidecar write the KV cache of a conversation to a file, so that after <see cref="Load"/>
+        /// and <see cref="LoadKvAsync"/> its next question need not read the whole text again.</summary>
         public Task<KvResult> SaveKvAsync(string conversation, string path,
             CancellationToken cancellation = default(CancellationToken))
         {
@@ -348,6 +351,7 @@ namespace Frameshard
         /// the lease allows.</summary>
         public LeaseChange SetLease(Lease lease)
         {
+            if (lease == null) throw new ArgumentNullException(nameof(lease));
             var change = new LeaseChange();
             using (var texts = new Utf8())
             {
@@ -463,6 +467,7 @@ namespace Frameshard
         public Task<TokenCount> CountTokensAsync(IReadOnlyList<ChatMessage> messages, Tool[] tools = null,
             CancellationToken cancellation = default(CancellationToken))
         {
+            if (messages == null) throw new ArgumentNullException(nameof(messages));
             using (var texts = new Utf8())
             {
                 var native = Pin(texts, messages);
@@ -480,6 +485,7 @@ namespace Frameshard
         public Task<Embeddings> EmbedAsync(IReadOnlyList<string> texts,
             CancellationToken cancellation = default(CancellationToken))
         {
+            if (texts == null) throw new ArgumentNullException(nameof(texts));
             using (var pinned = new Utf8())
             {
                 var starts = new IntPtr[texts.Count];
@@ -512,7 +518,8 @@ namespace Frameshard
         /// <param name="targetTokensPerSecond">Limit for all jobs together, 0.1 to 10,000; 0: no limit.</param>
         public void SetPacing(SchedulingMode mode, double targetTokensPerSecond = 0)
         {
-            using (_gate.Enter()) Check(Closable(() => Native.fs_set_pacing(_client, (int)mode, targetTokensPerSecond, out _)));
+            using (_gate.Enter())
+                Check(Closable(() => Native.fs_set_pacing(_client, (int)mode, targetTokensPerSecond, out _)));
         }
 
         /// <summary>Returns the path of the sidecar's frame block, for <see cref="FrameBlock.Open"/>.</summary>
@@ -635,17 +642,17 @@ namespace Frameshard
         {
             options = options ?? new JobOptions();
             Native.fs_job_options_init(out var native, Size<Native.JobOptions>());
-            native.Conversation = texts.Name(options.Conversation);
-            native.System = texts.Name(options.System);
+            native.Conversation = texts.Name(options.Conversation, nameof(options.Conversation));
+            native.System = texts.Name(options.System, nameof(options.System));
             native.Timeline = options.Timeline;
             native.Window = options.Window ?? native.Window;
             native.Sentences = options.Sentences ? 1UL : 0UL;
             native.WarmUp = options.WarmUp ? 1UL : 0UL;
             native.Priority = options.Priority ?? native.Priority;
             native.DeadlineMs = options.DeadlineMs;
-            native.Thinking = texts.Name(options.Thinking);
+            native.Thinking = texts.Name(options.Thinking, nameof(options.Thinking));
             native.ThinkingTokens = options.ThinkingTokens;
-            native.TemplateKeywords = texts.Name(options.TemplateKeywords);
+            native.TemplateKeywords = texts.Name(options.TemplateKeywords, nameof(options.TemplateKeywords));
             native.LocalOnly = options.LocalOnly ? 1UL : 0UL;
             if (options.Sampling != null) native.Sampling = Pin(texts, options.Sampling);
             if (options.Images != null)
@@ -663,7 +670,7 @@ namespace Frameshard
                 native.NTools = (ulong)options.Tools.Length;
                 native.Tools = Pin(texts, options.Tools);
             }
-            native.ToolChoice = texts.Name(options.ToolChoice);
+            native.ToolChoice = texts.Name(options.ToolChoice, nameof(options.ToolChoice));
             var job = new Job(this, options.Timeline, onToken);
             using (_gate.Enter())
             {
@@ -687,16 +694,16 @@ namespace Frameshard
 
         private static IntPtr Pin(Utf8 texts, Tool[] tools)
         {
-            return texts.Array(tools, tool => new Native.Tool
+            return texts.Array(tools, "Tools", tool => new Native.Tool
             {
-                Name = texts.Name(tool.Name), Description = texts.Name(tool.Description),
-                Schema = texts.Name(tool.Schema),
+                Name = texts.Name(tool.Name), Description = texts.Name(tool.Description, "a tool's Description"),
+                Schema = texts.Name(tool.Schema, "a tool's Schema"),
             });
         }
 
         private static IntPtr Pin(Utf8 texts, IReadOnlyDictionary<string, double> adapters)
         {
-            return texts.Array(adapters, adapter => new Native.Adapter
+            return texts.Array(adapters, "Adapters", adapter => new Native.Adapter
             {
                 Name = texts.Name(adapter.Key), Scale = adapter.Value,
             });
@@ -708,10 +715,10 @@ namespace Frameshard
             for (var index = 0; index < native.Length; index++)
             {
                 var message = messages[index];
-                native[index].Role = texts.Name(message.Role ?? "");
+                native[index].Role = texts.Name(message.Role ?? "", "a Role");
                 native[index].Content = texts.Text(message.Content ?? "", out var length);
                 native[index].ContentLength = length;
-                native[index].ToolCallId = texts.Name(message.ToolCallId);
+                native[index].ToolCallId = texts.Name(message.ToolCallId, "a ToolCallId");
                 if (message.ToolCalls == null) continue;
                 native[index].NToolCalls = (uint)message.ToolCalls.Count;
                 native[index].ToolCalls = Pin(texts, message.ToolCalls);
@@ -721,15 +728,16 @@ namespace Frameshard
 
         private static IntPtr Pin(Utf8 texts, IReadOnlyList<ToolCall> calls)
         {
-            return texts.Array(calls, call => new Native.ToolCall
+            return texts.Array(calls, "ToolCalls", call => new Native.ToolCall
             {
-                CallId = texts.Name(call.CallId), Name = texts.Name(call.Name), Arguments = texts.Name(call.Arguments),
+                CallId = texts.Name(call.CallId, "a CallId"), Name = texts.Name(call.Name),
+                Arguments = texts.Name(call.Arguments, "the Arguments of a call"),
             });
         }
 
         private static IntPtr Pin(Utf8 texts, Image[] images)
         {
-            return texts.Array(images, image =>
+            return texts.Array(images, "Images", image =>
             {
                 var data = image.Data ?? new byte[0];
                 var native = new Native.Image

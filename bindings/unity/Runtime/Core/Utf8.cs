@@ -14,19 +14,20 @@ namespace Frameshard
         internal IntPtr Text(string text) => Text(text, out _);
 
         /// <summary>Allocates a text that C reads up to its first NUL.</summary>
-        internal IntPtr Name(string text)
+        /// <param name="what">What the caller calls it, for the error.</param>
+        internal IntPtr Name(string text, string what = "a name or path")
         {
             if (text != null && text.IndexOf('\0') >= 0)
-                throw new FrameshardException(ErrorCode.BadArgument, "a name or path must not contain a NUL character");
+                throw new FrameshardException(ErrorCode.BadArgument, what + " must not contain a NUL character");
             return Text(text);
         }
 
         /// <summary>Allocates an array of pointers to such texts.</summary>
-        internal IntPtr Names(string[] texts)
+        internal IntPtr Names(string[] texts, string what)
         {
             var block = Block(texts.Length * IntPtr.Size);
             for (var index = 0; index < texts.Length; index++)
-                Marshal.WriteIntPtr(block, index * IntPtr.Size, Name(texts[index] ?? ""));
+                Marshal.WriteIntPtr(block, index * IntPtr.Size, Name(texts[index] ?? "", what));
             return block;
         }
 
@@ -51,13 +52,16 @@ namespace Frameshard
         }
 
         /// <summary>Allocates an array of structs, one for each item.</summary>
-        internal IntPtr Array<T, TNative>(IReadOnlyCollection<T> items, Func<T, TNative> made) where TNative : struct
+        /// <param name="what">What the caller calls the items, for the error.</param>
+        internal IntPtr Array<T, TNative>(IReadOnlyCollection<T> items, string what, Func<T, TNative> made)
+            where TNative : struct
         {
             var size = Marshal.SizeOf(typeof(TNative));
             var block = Block(items.Count * size);
             var place = block;
             foreach (var item in items)
             {
+                if (item == null) throw new FrameshardException(ErrorCode.BadArgument, what + " must not contain null");
                 Marshal.StructureToPtr(made(item), place, false);
                 place += size;
             }

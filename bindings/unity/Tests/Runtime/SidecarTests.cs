@@ -169,6 +169,14 @@ namespace Frameshard.Tests
             Assert.IsTrue(error.DetailJson.Contains(floor.ToString()), error.DetailJson);
             Assert.AreEqual(ErrorCode.BadArgument, Failure(() => Shared.Ask(new string('a', 70000))).Code);
             Assert.AreEqual(ErrorCode.BadArgument, Failure(() => Shared.Ask("half a pair: \ud83d")).Code);
+            StringAssert.Contains("from 1 to 1048576", Failure(() => Shared.Ask("Hi", Tokens(2000000))).Message);
+            var options = new JobOptions { System = "a\0b" };
+            StringAssert.StartsWith("System must not contain a NUL", Failure(() => Shared.Ask("Hi", options)).Message);
+            options = new JobOptions { Sampling = new Sampling { Stop = new[] { "a\0b" } } };
+            StringAssert.StartsWith("Stop must not contain a NUL", Failure(() => Shared.Ask("Hi", options)).Message);
+            options = new JobOptions { Images = new Image[] { null } };
+            StringAssert.StartsWith("Images must not contain null", Failure(() => Shared.Ask("Hi", options)).Message);
+            Assert.Throws<ArgumentNullException>(() => Sidecar.Launch(null));
         }
 
         [Test]
