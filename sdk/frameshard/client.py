@@ -106,11 +106,13 @@ class Completion(m.Done):
     """A finished answer: the job's last event, and the whole text. Times do not include waiting in the queue.
 
     :param n_dropped: see :attr:`Stream.n_dropped`.
+    :param seed: seed of the random numbers: the requested one, or the one that the sidecar chose.
     :param tool_calls: the calls of tools that the answer ends with.
     """
 
     text: str
     n_dropped: int = 0
+    seed: int = 0
     tool_calls: tuple[m.ToolCall, ...] = ()
 
 
@@ -164,6 +166,8 @@ class Stream:
         self.remote = False
         """True if the fallback server has begun this answer. Once the answer is complete: true if that server
         completed it."""
+        self.seed = 0
+        """Seed of the random numbers: the requested one, or the one that the sidecar chose. 0 until the job runs."""
         self.tool_calls: tuple[m.ToolCall, ...] = ()
         """The calls of tools so far. Each is whole, and its arguments match the tool's schema."""
         self.on_tool_call: Callable[[m.ToolCall], None] | None = None
@@ -229,6 +233,7 @@ class Stream:
                 return event
             if isinstance(event, m.Started):
                 self.remote = event.remote
+                self.seed = event.seed
                 continue
             if isinstance(event, m.UnknownEvent):
                 continue
@@ -264,7 +269,11 @@ class Stream:
             if isinstance(event, m.Done):
                 self.remote = event.remote
                 self.result = Completion(
-                    **vars(event), text=self.text, n_dropped=self.n_dropped, tool_calls=self.tool_calls
+                    **vars(event),
+                    text=self.text,
+                    n_dropped=self.n_dropped,
+                    seed=self.seed,
+                    tool_calls=self.tool_calls,
                 )
             self._end()
             if isinstance(event, m.Cancelled):

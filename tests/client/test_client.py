@@ -37,6 +37,16 @@ async def test_a_stream_by_events_and_as_a_whole(shared_sidecar: Path) -> None:
 
 
 @in_trio
+async def test_an_answer_tells_its_seed(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
+        chosen = await client.ask("one").completed()
+        async with client.ask("one", sampling=m.Sampling(seed=chosen.seed ^ 1)) as stream:
+            await stream.__anext__()
+            assert stream.seed == chosen.seed ^ 1
+            assert (await stream.completed()).seed == chosen.seed ^ 1
+
+
+@in_trio
 async def test_a_conversation_remembers_what_was_heard(shared_sidecar: Path) -> None:
     async with frameshard.connect(shared_sidecar) as client:
 

@@ -29,6 +29,10 @@ namespace Frameshard
 
         public ulong Timeline { get; }
 
+        /// <summary>Seed of the random numbers: <see cref="Sampling.Seed"/>, or the one that the sidecar chose. 0
+        /// until the job runs.</summary>
+        public uint Seed { get; private set; }
+
         /// <summary>The answer so far.</summary>
         public string Text => _text.ToString();
 
@@ -74,6 +78,8 @@ namespace Frameshard
         /// pause another job, or this one. Does nothing if the job has ended. Any thread may call it.</summary>
         public void SetPriority(uint priority) => Sidecar.SetPriority(this, priority);
 
+        internal void Start(uint seed) => Seed = seed;
+
         internal void Add(string text, bool sentenceEnd)
         {
             _text.Append(text);
@@ -108,6 +114,7 @@ namespace Frameshard
         {
             Registration.Dispose();
             completion.Text = Text;
+            completion.Seed = Seed;
             _end.TrySetResult(completion);
         }
 

@@ -865,6 +865,9 @@ namespace Frameshard
                 case Native.EventType.Ready:
                     _ready.TrySetResult(ReadModel());
                     break;
+                case Native.EventType.Started:
+                    Find(native.Job, false)?.Start((uint)native.Seed);
+                    break;
                 case Native.EventType.Text:
                     Find(native.Job, false)?.Add(copies.Text, native.SentenceEnd != 0);
                     break;

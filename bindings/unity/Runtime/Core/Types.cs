@@ -546,6 +546,9 @@ namespace Frameshard
         public ulong NDropped { get; internal set; }
         /// <summary>Number of the tokens in NGenerated that the model thought.</summary>
         public ulong NThought { get; internal set; }
+        /// <summary>Seed of the random numbers: <see cref="Sampling.Seed"/>, or the one that the sidecar
+        /// chose.</summary>
+        public uint Seed { get; internal set; }
         public double PrefillSeconds { get; internal set; }
         public double DecodeSeconds { get; internal set; }
     }

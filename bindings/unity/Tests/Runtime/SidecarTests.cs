@@ -108,6 +108,17 @@ namespace Frameshard.Tests
         }
 
         [Test]
+        public void AnAnswerTellsItsSeed()
+        {
+            var job = Shared.Ask("Hello!", Tokens(1));
+            var answer = Shared.Run(job.Completion);
+            Assert.AreEqual(job.Seed, answer.Seed);
+            var again = Tokens(1);
+            again.Sampling.Seed = answer.Seed == 7 ? 8 : 7u;
+            Assert.AreEqual(again.Sampling.Seed, Shared.Run(Shared.AskAsync("Hello!", again)).Seed);
+        }
+
+        [Test]
         public void ATokenThatIsCancelledEndsTheAnswer()
         {
             using (var source = new CancellationTokenSource())
