@@ -728,6 +728,30 @@ async def test_what_a_killed_server_left_is_taken_over(tmp_path: Path) -> None:
 
 
 @in_trio
+async def test_the_files_of_other_programs_stay(tmp_path: Path) -> None:
+    for name in ("npc.lock", "npc.closed"):
+        (tmp_path / name).write_text("precious")
+    async with launch(endpoint=f"ipc://{tmp_path}/npc") as client:
+        assert (await client.complete("mine").completed()).text == "mine"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "npc.lock": "precious",
+        "npc.closed": "precious",
+    }
+
+
+@in_trio
+async def test_the_socket_of_another_program_stays(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as caller:
+        other.bind(f"{tmp_path}/npc")
+        other.listen()
+        with pytest.raises(errors.EndpointInUse):
+            async with launch(endpoint=f"ipc://{tmp_path}/npc"):
+                pass
+        caller.connect(f"{tmp_path}/npc")
+    assert [path.name for path in tmp_path.iterdir()] == ["npc"]
+
+
+@in_trio
 async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     for endpoint, error in [

@@ -277,6 +277,16 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_relative_runtime_directory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "relative").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    with places.claim("ipc", None) as (directory, endpoint):
+        assert directory.is_absolute()
+        assert endpoint == f"ipc://{directory}/socket"
+    assert not list((tmp_path / "relative").iterdir())
+
+
 @pytest.mark.parametrize("option", ["model", "mmproj", "draft_model", "embedder", "connect_file", "adapters"])
 def test_a_path_with_a_nul_is_refused(option: str) -> None:
     status, error = broker({option: ["pirate=a\0b"] if option == "adapters" else "a\0b"})

@@ -4,7 +4,7 @@ Each launch has a new directory that only this user can enter. It holds a connec
 `connect_file` names another one, and, with ipc, the socket. A lock file shows that the sidecar is alive. The operating
 system releases the lock when the process ends, also when it is killed, so the next launch finds and removes the
 directory. A path that the user gives for an ipc socket is locked too, because a second bind would take the path over
-without an error.
+without an error. The lock file beside it has a name that no other program uses, because it is removed at the end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import stat
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def claim(transport: str, endpoint: str | None) -> Iterator[tuple[Path, str]]:
 
 def closed_name(path: Path) -> Path:
     """The name that a socket's file has while no client may connect."""
-    return path.with_name(path.name + ".closed")
+    return path.with_name(f".{path.name}.frameshard-closed")
 
 
 def running() -> list[Path]:
@@ -157,27 +158,52 @@ def _fresh_directory() -> Iterator[Path]:
 def _socket_path(path: Path) -> Iterator[None]:
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise BadArgument(f"the socket's path is longer than {MAX_SOCKET_PATH} bytes: {path}", field="endpoint")
+    lock_file = path.with_name(f".{path.name}.frameshard-lock")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        lock = system.lock(path.with_name(path.name + ".lock"))
+        lock = system.lock(lock_file)
     except OSError as error:
         raise BadArgument(f"cannot listen at {path}: {error.strerror}", field="endpoint") from None
     if lock is None:
         raise EndpointInUse(f"another sidecar listens at {path}", endpoint=f"ipc://{path}")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(path.lstat().st_mode):
-                raise EndpointInUse(f"{path} exists and is no socket", endpoint=f"ipc://{path}")
-            path.unlink()
+        _remove_dead(path)
         yield
     finally:
-        for left in (path, closed_name(path)):
-            with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(left.lstat().st_mode):
-                    left.unlink()
+        with contextlib.suppress(EndpointInUse, BadArgument):  # another program may have taken the path meanwhile
+            _remove_dead(path)
         with contextlib.suppress(OSError):
-            path.with_name(path.name + ".lock").unlink()
+            closed_name(path).unlink()
+        with contextlib.suppress(OSError):
+            lock_file.unlink()
         os.close(lock)
+
+
+def _remove_dead(path: Path) -> None:
+    """Removes the socket of a program that has ended, as libzmq would do with any socket.
+
+    :raises EndpointInUse: there is something else, or a program listens there.
+    :raises BadArgument: it belongs to another user.
+    """
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise EndpointInUse(f"{path} exists and is no socket", endpoint=f"ipc://{path}")
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.setblocking(False)  # a program with a full queue of connections is alive
+            caller.connect(os.fspath(path))
+    except FileNotFoundError:
+        return
+    except ConnectionRefusedError:
+        try:
+            path.unlink()
+        except OSError as error:
+            raise BadArgument(
+                f"cannot remove the socket {path} of a program that has ended: {error.strerror}", field="endpoint"
+            ) from None
+        return
+    except OSError:
+        pass
+    raise EndpointInUse(f"another program listens at {path}", endpoint=f"ipc://{path}")
 
 
 def _root() -> Path:
@@ -190,7 +216,8 @@ def _root() -> Path:
             raise _no_root(root, error) from None
         return root
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and len(runtime) < 40 and os.access(runtime, os.W_OK):
+    # The XDG specification has relative paths ignored.
+    if runtime and os.path.isabs(runtime) and len(runtime) < 40 and os.access(runtime, os.W_OK):
         root = Path(runtime) / "frameshard"
     else:
         root = Path(f"/tmp/frameshard-{os.getuid()}")
