@@ -77,7 +77,7 @@ class _File:
     def add_chat_template(self, source: str) -> None:
         self._writer.add_chat_template(source)
 
-    def key(self, name: str, value: bool | int | float | list[int] | list[bool]) -> None:
+    def key(self, name: str, value: bool | int | float | str | list[int] | list[bool]) -> None:
         """Adds a key of the architecture, with the type that llama.cpp expects."""
         add_key(self._writer, f"{self._arch}.{name}", value)
 
@@ -693,16 +693,24 @@ ARCHS: dict[str, Tiny] = {
 
 
 def make(
-    name: str, path: Path, *, n_layer: int = 0, chat_template: str = "", marks: Mapping[str, int] | None = None
+    name: str,
+    path: Path,
+    *,
+    n_layer: int = 0,
+    chat_template: str = "",
+    marks: Mapping[str, int] | None = None,
+    add: Callable[[_File], None] = lambda file: None,
 ) -> None:
     """Writes the model ``name`` of :data:`ARCHS` to ``path``.
 
     :param n_layer: 0 for as many layers as :data:`ARCHS` has.
     :param marks: further tokens, with their types as GGUF has them: 3 for a control token, 4 for a user-defined one.
+    :param add: adds further keys and tensors.
     """
     tiny = ARCHS[name]
     file = _File(name, path, tiny.arch, n_layer or tiny.n_layer, tiny.n_embd, marks)
     if chat_template:
         file.add_chat_template(chat_template)
     tiny.fill(file)
+    add(file)
     file.close()

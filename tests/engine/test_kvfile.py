@@ -18,6 +18,8 @@ import pytest
 from batcher_driver import talk
 from engine_driver import EngineProcess
 
+import tiny_models
+from frameshard import ggml
 from frameshard.engine import kvfile
 from frameshard.engine.kvstore import Blob
 
@@ -87,6 +89,38 @@ def test_the_engine_is_told_by_all_that_changes_its_cells(tiny_model: Callable[[
     others = {"name": "qwen3moe", "mode": "stream_only", "kv_type": "q8_0", "device": "emulated"}
     for option, value in others.items():
         assert identity(**{option: value}) != usual, option
+
+
+def test_the_engine_is_told_by_its_rope_factors(tmp_path: Path) -> None:
+    """Some models have factors for long contexts and others for short ones. llama.cpp chooses by the context."""
+
+    def two_sets(file: Any) -> None:
+        file.key("rope.scaling.type", "longrope")
+        file.key("rope.scaling.original_context_length", 512)
+        file.vector("rope_factors_short.weight", 32, spread=0.0)
+        file.vector("rope_factors_long.weight", 32, mean=8.0, spread=0.5)
+
+    model = tmp_path / "longrope.gguf"
+    tiny_models.make("llama", model, n_layer=1, add=two_sets)
+
+    def identity(n_ctx: int) -> dict[str, str]:
+        with talk(model, n_ctx=n_ctx) as one:
+            return kvfile.identity(one.runtime)
+
+    assert identity(512) == identity(256)
+    assert identity(768) == identity(1024)
+    assert identity(512) != identity(768)
+
+
+def test_the_engine_is_told_by_its_gpu(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``CUDA0`` is another GPU on another PC."""
+    with talk(tiny_model("llama")) as one:
+        one.runtime.device_name = "CUDA0"
+        monkeypatch.setattr(ggml, "gpu_handles", lambda: {"CUDA0": 1, "CUDA1": 2})
+        monkeypatch.setattr(ggml, "description", {1: "GPU A", 2: "GPU B"}.__getitem__)
+        here = kvfile.identity(one.runtime)
+        monkeypatch.setattr(ggml, "description", {1: "GPU B", 2: "GPU A"}.__getitem__)
+        assert kvfile.identity(one.runtime) != here
 
 
 def test_links_are_not_followed_and_others_cannot_read(tmp_path: Path) -> None:

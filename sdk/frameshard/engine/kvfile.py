@@ -27,12 +27,13 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from frameshard import ggml
 from frameshard.engine.adapters import AdapterSet
 from frameshard.engine.kvstore import Blob
 from frameshard.engine.link import BrokerGone
 from frameshard.engine.llama import Memory
 from frameshard.engine.reuse import Reuse
-from frameshard.engine.runtime import Runtime
+from frameshard.engine.runtime import STOCK, Runtime
 from frameshard.engine.sequences import pack_shapes
 from frameshard.errors import BadMessage, internal
 from frameshard.native import INTERFACE_VERSION
@@ -83,14 +84,19 @@ class _Header:
 
 def identity(runtime: Runtime) -> dict[str, str]:
     """Returns what the cells of a file depend on besides the text."""
-    return {
+    gpu = ggml.gpu_handles().get(runtime.device_name.removeprefix(STOCK))
+    depends = {
         "model": runtime.model_info.fingerprint,
         "kv_type": runtime.config.kv_type,
         "device": runtime.device_name,
         "mode": runtime.mode,
         "llama_cpp": llama_cpp.__version__,
         "frameshard": str(INTERFACE_VERSION),
+        "gpu": "" if gpu is None else ggml.description(gpu),
+        "rope_factors": runtime.model_info.rope_factors(runtime.n_ctx_seq),
     }
+    # What an engine does not have is left out, so that its earlier files can still be read.
+    return {name: value for name, value in depends.items() if value}
 
 
 def create(path: str) -> BinaryIO:

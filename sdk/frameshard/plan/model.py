@@ -126,6 +126,13 @@ class Model:
             slides = [layer % period < period - 1 if period else True for layer in range(self.n_layer)]
         return frozenset(layer for layer in self.cached_layers if slides[layer])
 
+    def rope_factors(self, n_ctx: int) -> str:
+        """Which RoPE factors llama.cpp takes for sequences of ``n_ctx`` tokens, "short" or "long"; "" if the model does
+        not have both."""
+        if all(tensor.name != "rope_factors_long.weight" for tensor in self.tensors):
+            return ""
+        return "long" if n_ctx > self.integer("rope.scaling.original_context_length", self.n_ctx_train) else "short"
+
     def _layers_with(self, tensors: re.Pattern[str]) -> frozenset[int]:
         """The layers with a tensor of such a name, without those for multi-token prediction."""
         found = (int(match[1]) for tensor in self.tensors if (match := tensors.match(tensor.name)))
