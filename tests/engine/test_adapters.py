@@ -215,6 +215,61 @@ with Runtime.load(config) as runtime:
 """
 
 
+TWO_TOGETHER = """
+import sys
+from frameshard.engine.llama import DecodeAborted
+from frameshard.engine.runtime import Runtime
+from frameshard.errors import OutOfMemory
+from frameshard.plan.adapter import read_adapter
+from frameshard.wire.engine import EngineConfig
+
+model, first, second = sys.argv[1:]
+config = EngineConfig(model, device="emulated", n_ctx=256, n_parallel=1, n_ubatch=16, n_threads=1, adapters=(first,))
+with Runtime.load(config) as runtime:
+    another, decode = read_adapter(second, runtime.model_info), runtime.llama.decode
+
+    def load(call):
+        calls = [None, call]
+
+        def decode_with_call():
+            if calls and (now := calls.pop(0)):
+                now()
+            decode()
+
+        runtime.llama.decode = decode_with_call
+        runtime.load_adapter("b", another)
+
+    def refuse():
+        raise OutOfMemory("no memory for compute buffers")
+
+    try:
+        load(refuse)
+    except OutOfMemory:
+        print("failed")
+    assert not runtime.aborted and [each.name for each in runtime.adapters] == ["a"]
+    assert len(runtime.decode_tokens(0, [5])) == 1
+
+    load(runtime.abort)
+    assert runtime.aborted
+    try:
+        runtime.decode_tokens(0, [5])
+    except DecodeAborted:
+        print("stopped")
+    runtime.resume()
+    assert len(runtime.decode_tokens(0, [5])) == 1
+"""
+
+
+def test_two_adapters_are_tried_in_an_abort_that_ends(
+    tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]]
+) -> None:
+    """Also if memory is refused then. An abort by a stop command, which comes meanwhile, stays."""
+    files = adapters("llama")
+    command = [sys.executable, "-c", TWO_TOGETHER, str(tiny_model("llama")), f"a={files['a']}", str(files["b"])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["failed", "stopped"]), ended.stderr[-2000:]
+
+
 def test_a_damaged_adapter_is_refused_or_used(
     tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]], tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ class Runtime:
         self._tokenizer: Tokenizer | None = None
         self._forms: Forms | None = None
         self._on_loading: OnLoading = lambda stage, done, total: None
-        self._abort = False
+        self._abort = _Abort()
         self._nodes = 0
 
     @classmethod
@@ -209,10 +209,8 @@ class Runtime:
         assert self.device is not None
         tokens = [self.tokenizer.first_token] * (n_tokens or min(self.n_outputs_max, self.n_ubatch))
         self.llama.fill_batch([Rows(0, tokens, "last" if n_tokens else "all")], [0])
-        self.abort()
-        with contextlib.suppress(DecodeAborted):
+        with self._allocating(self.device):
             self.llama.decode()
-        self.resume()
         self.device.end_graph()
         self.llama.remove(0, 0)
         stats = self.device.stats()
@@ -431,14 +429,14 @@ class Runtime:
                 raise BadModel(
                     f"{path} computes NaN or infinity: its weights are damaged", path=path, adapter=adapter.name
                 )
-        for other in self.adapters if self.device is not None else ():
+        if self.device is None:
+            return
+        for other in self.adapters:
             if other is not adapter:
                 self.adapters.use(((adapter, 1.0), (other, 1.0)))
-                self.abort()
-                with contextlib.suppress(DecodeAborted):
+                with self._allocating(self.device):
                     self.decode([token])
                     self.trim(seq, before)
-                self.resume()
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
@@ -603,7 +601,7 @@ class Runtime:
 
     def _explain(self, error: DecodeAborted | OutOfMemory, n_tokens: int) -> NoReturn:
         """Raises the error of a decode of ``n_tokens`` tokens, or the reason for it."""
-        placement = self.placement if not self._abort else None
+        placement = self.placement if not self.aborted else None
         if placement is not None and placement.planned:
             # A budget that falls ends a graph for which it has no room.
             too_large = isinstance(error, DecodeAborted)
@@ -626,7 +624,7 @@ class Runtime:
         :raises BadModel: the model file was changed.
         """
         self.check_file()
-        left = None if self._abort or self.placement is None else self.placement.left_bytes
+        left = None if self.aborted or self.placement is None else self.placement.left_bytes
         if left is None:
             return error
         return VramTaken(f"other programs leave {left >> 20} MiB of VRAM, and a decode needs more: free some there")
@@ -686,21 +684,36 @@ class Runtime:
 
     def abort(self) -> None:
         """[any thread] Decodes, also the running one, raise :class:`DecodeAborted` until :meth:`resume` is called."""
-        self._abort = True
+        self._abort.asked = True
         if self.device is not None:
             self.device.set_abort(True)
 
     def resume(self) -> None:
         """[any thread] Allows decodes again after :meth:`abort`."""
-        if self._abort:
-            self._abort = False
+        if self._abort.asked:
+            self._abort.asked = False
             if self.device is not None:
                 self.device.set_abort(False)
 
     @property
     def aborted(self) -> bool:
-        """[any thread] :meth:`abort` was called, and :meth:`resume` was not called since."""
-        return self._abort
+        """[any thread] Decodes are aborted: :meth:`abort` was called and :meth:`resume` was not called since, or they
+        only allocate."""
+        return self._abort.asked or self._abort.allocating
+
+    @contextlib.contextmanager
+    def _allocating(self, device: ShardDevice) -> Iterator[None]:
+        """Decodes allocate their compute buffers, and are aborted then."""
+        self._abort.allocating = True
+        device.set_abort(True)
+        try:
+            with contextlib.suppress(DecodeAborted):
+                yield
+        finally:
+            self._abort.allocating = False
+            device.set_abort(False)
+            if self._abort.asked:  # before or meanwhile
+                device.set_abort(True)
 
     @property
     def progress(self) -> int:
@@ -713,7 +726,15 @@ class Runtime:
         :returns: :attr:`aborted`.
         """
         self._nodes += 1
-        return self._abort
+        return self.aborted
+
+
+class _Abort:
+    """Why decodes are aborted."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.allocating = False
 
 
 @contextlib.contextmanager
