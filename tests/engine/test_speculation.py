@@ -23,6 +23,7 @@ from frameshard.engine.draft import DraftModel, DraftState
 from frameshard.engine.llama import DecodeAborted, Rows
 from frameshard.engine.lookup import Lookup, best_length
 from frameshard.engine.runtime import Runtime
+from frameshard.errors import FrameshardError
 from frameshard.wire.engine import EngineConfig
 
 RULES = (
@@ -288,6 +289,20 @@ def test_a_draft_for_jobs_together_and_one_that_is_cancelled(drafting: EnginePro
     assert again[0]["n_reused"] > 40
     assert ids(again) == alone[1]
     assert by_draft_model(drafting)[1] > before[1]
+
+
+def test_a_draft_model_with_fewer_positions_than_the_context(tiny_model: Callable[[str], Path]) -> None:
+    """It drafts for texts that it has positions for."""
+    config = EngineConfig(str(tiny_model("llama")), device="cpu", n_ctx=8192, n_parallel=1, n_threads=1)
+    with Runtime.load(config) as runtime:
+        with contextlib.closing(DraftModel(runtime, str(tiny_model("gpt2")))) as draft_model:
+            assert draft_model.has_room(4096)
+            assert not draft_model.has_room(4097)
+            assert len(draft_model.draft({0: [5, 6, 7]}, 3)[0]) == 3
+        recurrent = tiny_model("mamba2")
+        for path, reason in ((recurrent, "it has a recurrent state"), (recurrent.parent / "none.gguf", "cannot read")):
+            with pytest.raises(FrameshardError, match=f"^draft model {path.name}: {reason}"):
+                DraftModel(runtime, str(path))
 
 
 def test_tokens_of_a_draft_model(shallow_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ The draft model drafts greedily. The *target*, the model that answers, samples e
 
 The draft model is a :class:`~frameshard.engine.runtime.Runtime` on the CPU: its weights and KV cache are in host
 memory and do not count against the budget. Its KV cache is allocated at once, so its context is as long as the target's
-only up to :data:`CONTEXT` tokens. Nothing is drafted for longer texts. The draft model computes between the decodes of
-the target, with the same number of threads.
+only up to :data:`CONTEXT` tokens, and only as far as the draft model has positions. Nothing is drafted for longer
+texts. The draft model computes between the decodes of the target, with the same number of threads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,7 +20,9 @@ import llama_cpp
 from frameshard.engine.llama import Rows
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.sequences import common_prefix
-from frameshard.errors import BadModel, Unsupported
+from frameshard.errors import BadModel, FrameshardError, Unsupported
+from frameshard.plan.memory import longest_context
+from frameshard.plan.model import read_model
 from frameshard.wire.engine import EngineConfig
 
 CONTEXT = 16384
@@ -70,6 +74,15 @@ class DraftState:
         return sum(rate**i for i in range(n + 1))
 
 
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Names the draft model in errors, because a launch names another model, too."""
+    try:
+        yield
+    except FrameshardError as error:
+        raise type(error)(f"draft model {os.path.basename(path)}: {error.message}", **error.detail) from None
+
+
 class DraftModel:
     """A loaded draft model. Only the thread of ``target`` may use it. An abort of the target aborts it too.
 
@@ -83,22 +96,19 @@ class DraftModel:
 
     def __init__(self, target: Runtime, path: str) -> None:
         self._target = target
-        self._runtime = Runtime.load(
-            EngineConfig(
+        n_ctx = min(target.n_ctx_seq, CONTEXT // target.config.n_parallel)
+        with _naming(path):
+            config = EngineConfig(
                 model=path,
-                n_ctx=min(target.n_ctx_seq, CONTEXT // target.config.n_parallel),
+                n_ctx=longest_context(read_model(path), n_ctx) or n_ctx,
                 n_ubatch=CHUNK,
                 n_parallel=target.config.n_parallel,
                 n_threads=target.n_threads,
             )
-        )
+            self._runtime = Runtime.load(config)
         try:
-            if not self._runtime.llama.can_trim:
-                raise Unsupported(
-                    "a draft model must be able to remove tokens from its cache, and this one has a recurrent state: "
-                    "choose another",
-                    arch=self._runtime.model_info.arch,
-                )
+            with _naming(path):
+                self._check_cache()
             self._check_vocabulary()
             self._abort_callback = llama_cpp.ggml_abort_callback(lambda _: target.on_node())
             llama_cpp.llama_set_abort_callback(self._runtime.llama.context, self._abort_callback, None)
@@ -187,6 +197,14 @@ class DraftModel:
     def close(self) -> None:
         """Frees the model."""
         self._runtime.close()
+
+    def _check_cache(self) -> None:
+        if not self._runtime.llama.can_trim:
+            raise Unsupported(
+                "it has a recurrent state, and a draft model must be able to remove tokens from its cache: choose "
+                "another",
+                arch=self._runtime.model_info.arch,
+            )
 
     def _check_vocabulary(self) -> None:
         for reason in self._differences():

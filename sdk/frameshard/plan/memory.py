@@ -59,17 +59,27 @@ def check_sequences(model: Model, n_parallel: int) -> None:
         )
 
 
+def n_positions(model: Model) -> int | None:
+    """The positions of a model with a learned embedding of each (GPT-2, StarCoder, MPT). It has no others; llama.cpp
+    ends the process at the first token beyond them. ``None``: the model has any number."""
+    return next((tensor.shape[1] for tensor in model.tensors if tensor.name == "position_embd.weight"), None)
+
+
+def longest_context(model: Model, n_ctx: int) -> int:
+    """The longest context, of at most ``n_ctx`` tokens, that the model has positions for."""
+    positions = n_positions(model)
+    return n_ctx if positions is None else min(n_ctx, positions // _PAGE * _PAGE)
+
+
 def check_context(model: Model, n_ctx: int) -> None:
-    """Checks that the model has positions for a context of so many tokens. Those with a learned embedding of each
-    position (GPT-2, StarCoder, MPT) have no others; llama.cpp ends the process at the first token beyond them.
+    """Checks that the model has positions for a context of so many tokens.
 
     :raises Unsupported: it has not.
     """
-    n_positions = next((t.shape[1] for t in model.tensors if t.name == "position_embd.weight"), None)
-    most = n_ctx if n_positions is None else n_positions // _PAGE * _PAGE
-    if n_ctx > most:
+    longest = longest_context(model, n_ctx)
+    if n_ctx > longest:
         raise Unsupported(
-            f"this model has embeddings for {n_positions} positions: load it with n_ctx {most}", n_ctx=most
+            f"this model has embeddings for {n_positions(model)} positions: load it with n_ctx {longest}", n_ctx=longest
         )
 
 
