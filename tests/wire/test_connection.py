@@ -623,6 +623,15 @@ def test_a_sidecar_of_at_least_this_version_is_taken(version: int, state: states
     assert (client.error is None) == (state is states.Session.OPEN)
 
 
+def test_lists_of_a_program_are_sent_as_they_are() -> None:
+    biases = [m.LogitBias(text=" magic", bias=5.0)]
+    sampling = m.Sampling(logit_bias=biases, stop=["."])  # type: ignore[arg-type]
+    frame = m.encode(m.Submit(1, EPOCH, 1, "completion", prompt="x", sampling=sampling))
+    request = m.decode_request(frame)
+    assert isinstance(request, m.Submit)
+    assert request.sampling == m.Sampling(logit_bias=tuple(biases), stop=(".",))
+
+
 def test_requests_leave_out_defaults_and_stay_strict() -> None:
     frame = m.encode(m.Submit(1, EPOCH, 1, "completion", prompt="x", sampling=m.Sampling(top_k=7)))
     assert codec.decode(frame) == {

@@ -170,6 +170,14 @@ def test_ends_of_sentences_lie_in_their_text(ends: object) -> None:
         em.read_event({"ev": "token", "job": 1, "n": 0, "id": 5, "text": "猫。", "ends": ends})
 
 
+def test_a_list_is_sent_like_a_tuple() -> None:
+    biases = [m.LogitBias(text=" magic", bias=5.0)]
+    command = em.Submit(1, "completion", m.Sampling(logit_bias=biases), prompt="Once")  # type: ignore[arg-type]
+    (fields,) = channel.Reader().feed(em.pack(command))
+    same = em.Submit(1, "completion", m.Sampling(logit_bias=tuple(biases)), prompt="Once")
+    assert em.read_command(fields) == same
+
+
 def test_what_the_other_side_would_refuse_is_not_sent() -> None:
     for message in (em.Ping(-1), em.Token(1, 0, 5, "x" * 70_000), em.SetBudget(1, 1 << 60)):
         with pytest.raises(BadArgument):

@@ -605,7 +605,7 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         found = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
         return {name: _plain(each) for name, (each, default) in found.items() if each != default}
-    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+    if isinstance(value, tuple | list) and value and dataclasses.is_dataclass(value[0]):
         return [_plain(each) for each in value]
     return value
 

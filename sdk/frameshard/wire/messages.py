@@ -1349,7 +1349,7 @@ def _without_defaults(record: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return _without_defaults(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def decode_request(frame: bytes) -> Request:
