@@ -1,4 +1,4 @@
-/* Tests frameshard::Game with a real sidecar: game MODEL PYTHON */
+/* Tests frameshard::Game, and a close of frameshard::Client, with real sidecars: game MODEL PYTHON */
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 #endif
 
+#include "frameshard.hpp"
 #include "frameshard_game.hpp"
 
 using frameshard::BudgetResult;
@@ -75,6 +76,7 @@ void close_with_requests(const fs_launch_options &launch) {
     game.launch(launch);
     game.count_tokens("Hello!", [&](const fs_event &event) { counted += refused(event) ? 1 : 2; });
     game.embed({"Hello!"}, [&](const fs_event &event) { embedded += refused(event) ? 1 : 2; });
+    game.embed({"Hello!"}, {});
     check("leaves requests open", counted == 0 && embedded == 0);
     game.close(0);
     check("a close answers requests", counted == 1 && embedded == 1);
@@ -112,6 +114,65 @@ void launch_in_callbacks(const fs_launch_options &launch, const fs_job_options &
         check("a callback of close() may launch", ends == 3 && game.client() != nullptr);
     }
     check("leaves no sidecar behind", ends == 4 && !has_children());
+}
+
+/* A request whose answer nobody wants. */
+void call_without_a_callback(Game &game) {
+    int counted = 0;
+    check("takes an empty callback", game.count_tokens("Hello!", {}) == FS_OK);
+    game.count_tokens("Hello!", [&](const fs_event &) { ++counted; });
+    play(game, 64, [&] { return counted > 0; });
+    check("answers the request after it", counted == 1);
+}
+
+/* The text of an event stays valid in its callback, which must not poll. */
+void pump_in_a_callback(Game &game, const fs_job_options &options) {
+    Heard heard;
+    Listener pumps = heard.listener();
+    int32_t handled = 0;
+    pumps.on_text = [&](std::string_view piece) {
+        handled += game.pump(64);
+        heard.text.append(piece);
+    };
+    game.ask("Tell me about the sea.", options, std::move(pumps));
+    play(game, 64, [&] { return heard.ends > 0; });
+    check("handles nothing in a callback", handled == 0 && heard.ends == 1 && heard.ending.text == heard.text);
+}
+
+void report_frame_times(Game &game) {
+    fs_status refused = FS_OK;
+    std::string reason;
+    game.on_event = [&](const fs_event &event) {
+        if (event.type == FS_EVENT_REFUSED) {
+            refused = event.status;
+            reason.assign(event.text, event.text_length);
+        }
+    };
+    game.keep_out_of_frames(20);
+    play(game, 64, [&] { return refused != FS_OK; });
+    check("refuses a frame time out of range",
+          refused == FS_BAD_ARGUMENT && reason.find("target_frame_s") != std::string::npos);
+    game.keep_out_of_frames(1.0 / 60);
+    game.on_event = nullptr;
+}
+
+/* A handler of frameshard::Client::poll may close the client. */
+void close_in_a_handler(const fs_launch_options &options) {
+    frameshard::LaunchOptions launch;
+    static_cast<fs_launch_options &>(launch) = options;
+    frameshard::Client client = frameshard::Client::launch(launch);
+    int32_t handled = 0;
+    while (client.get() != nullptr) {
+        client.wait(0.1);
+        handled += client.poll([&](const frameshard::Event &) { client.close(); });
+    }
+    check("handles no event after a close", handled == 1 && client.poll([](const frameshard::Event &) {}) == 0);
+    try {
+        client.ask("Hello!");
+        check("refuses to ask a closed client", false);
+    } catch (const frameshard::Error &error) {
+        check("says that the client is closed", error.status() == FS_CONNECTION_LOST);
+    }
 }
 
 } // namespace
@@ -164,6 +225,10 @@ int main(int argc, char **argv) {
     play(game, 64, [&] { return budgets == 2; });
     check("shrinks", shrunk.status == FS_OK && shrunk.used_bytes <= (floor + full) / 2);
     check("is refused below the floor", refused.status == FS_BUDGET_BELOW_FLOOR && refused.floor_bytes > 1);
+
+    call_without_a_callback(game);
+    pump_in_a_callback(game, options);
+    report_frame_times(game);
 
     Heard second;
     sampling.max_tokens = 800;
@@ -226,6 +291,7 @@ int main(int argc, char **argv) {
     check("ends what was asked", fourth.ends == 1 && fourth.ending.status == FS_MODEL_NOT_FOUND);
     game.close(0); // before the listeners are destroyed
 
+    close_in_a_handler(launch);
     close_with_requests(launch);
     launch_in_callbacks(launch, options);
     return failed != 0;

@@ -11,7 +11,8 @@
  *
  * The rules of frameshard.h about waiting, threads, texts and units apply here too. The option structs are those of
  * frameshard.h with their defaults set. The caller owns the texts that they point to; each call copies them. A function
- * throws Error where its C function returns a status other than FS_OK. Otherwise it throws only std::bad_alloc. */
+ * throws Error where its C function returns a status other than FS_OK. Otherwise it throws only std::bad_alloc. After
+ * close() calls throw FS_CONNECTION_LOST; poll() handles nothing. */
 #ifndef FRAMESHARD_HPP
 #define FRAMESHARD_HPP
 
@@ -110,14 +111,14 @@ class Client {
     fs_model model() const {
         fs_model model{};
         model.struct_size = sizeof model;
-        check(fs_get_model(client_, &model));
+        check(fs_get_model(open(), &model));
         return model;
     }
 
     /* Each of these starts a job and returns its number. */
     uint64_t ask(std::string_view text, const JobOptions &options = {}) {
         uint64_t job = 0;
-        check(fs_ask(client_, text.data(), length(text), &options, &job));
+        check(fs_ask(open(), text.data(), length(text), &options, &job));
         return job;
     }
     /* `results` has the result of each call, by event.call_id. */
@@ -128,28 +129,28 @@ class Client {
             told.push_back({call_id.c_str(), content.data(), length(content), 0});
         }
         uint64_t job = 0;
-        check(fs_tool_results(client_, told.data(), uint32_t(told.size()), &options, &job));
+        check(fs_tool_results(open(), told.data(), uint32_t(told.size()), &options, &job));
         return job;
     }
     uint64_t chat(const std::vector<Message> &messages, const JobOptions &options = {}) {
         std::vector<fs_chat_message> told = told_of(messages);
         uint64_t job = 0;
-        check(fs_chat_with_tools(client_, told.data(), uint32_t(told.size()), &options, &job));
+        check(fs_chat_with_tools(open(), told.data(), uint32_t(told.size()), &options, &job));
         return job;
     }
     uint64_t complete(std::string_view prompt, const JobOptions &options = {}) {
         uint64_t job = 0;
-        check(fs_complete(client_, prompt.data(), length(prompt), &options, &job));
+        check(fs_complete(open(), prompt.data(), length(prompt), &options, &job));
         return job;
     }
-    void cancel(uint64_t job) { check(fs_cancel(client_, job)); }
-    void set_priority(uint64_t job, uint32_t priority) { check(fs_set_priority(client_, job, priority)); }
+    void cancel(uint64_t job) { check(fs_cancel(open(), job)); }
+    void set_priority(uint64_t job, uint32_t priority) { check(fs_set_priority(open(), job, priority)); }
 
     /* Valid until the next history() or close(). */
     std::vector<Message> history(const std::string &conversation) {
         const fs_chat_message *told = nullptr;
         uint32_t count = 0;
-        check(fs_history_with_tools(client_, conversation.c_str(), &told, &count));
+        check(fs_history_with_tools(open(), conversation.c_str(), &told, &count));
         std::vector<Message> messages;
         messages.reserve(count);
         for (const fs_chat_message *each = told; each != told + count; ++each) {
@@ -160,54 +161,53 @@ class Client {
         }
         return messages;
     }
-    void forget(const std::string &conversation) { check(fs_forget(client_, conversation.c_str())); }
+    void forget(const std::string &conversation) { check(fs_forget(open(), conversation.c_str())); }
     std::string save(const std::string &conversation) {
         const void *data = nullptr;
         uint64_t size = 0;
-        check(fs_save(client_, conversation.c_str(), &data, &size));
+        check(fs_save(open(), conversation.c_str(), &data, &size));
         return std::string(static_cast<const char *>(data), size_t(size));
     }
     fs_load_result load(std::string_view data, const std::string &conversation) {
         fs_load_result result{};
         result.struct_size = sizeof result;
-        check(fs_load(client_, data.data(), data.size(), conversation.c_str(), &result));
+        check(fs_load(open(), data.data(), data.size(), conversation.c_str(), &result));
         return result;
     }
 
     /* Each of these returns the number of the request; its events have the same number. */
     uint64_t save_kv(const std::string &conversation, const std::string &path) {
         return requested(
-            [&](uint64_t *number) { return fs_save_kv(client_, conversation.c_str(), path.c_str(), number); });
+            [&](uint64_t *number) { return fs_save_kv(open(), conversation.c_str(), path.c_str(), number); });
     }
     uint64_t load_kv(const std::string &path, const std::string &conversation) {
         return requested(
-            [&](uint64_t *number) { return fs_load_kv(client_, path.c_str(), conversation.c_str(), number); });
+            [&](uint64_t *number) { return fs_load_kv(open(), path.c_str(), conversation.c_str(), number); });
     }
     uint64_t set_lease(const Lease &lease) {
-        return requested([&](uint64_t *number) { return fs_set_lease(client_, &lease, number); });
+        return requested([&](uint64_t *number) { return fs_set_lease(open(), &lease, number); });
     }
     uint64_t set_budget(uint64_t vram_budget_bytes, double timeout_s = 5) {
-        return requested(
-            [&](uint64_t *number) { return fs_set_budget(client_, vram_budget_bytes, timeout_s, number); });
+        return requested([&](uint64_t *number) { return fs_set_budget(open(), vram_budget_bytes, timeout_s, number); });
     }
     uint64_t get_budget() {
-        return requested([&](uint64_t *number) { return fs_get_budget(client_, number); });
+        return requested([&](uint64_t *number) { return fs_get_budget(open(), number); });
     }
     uint64_t load_adapter(const char *name, const char *path) {
-        return requested([&](uint64_t *number) { return fs_load_adapter(client_, name, path, number); });
+        return requested([&](uint64_t *number) { return fs_load_adapter(open(), name, path, number); });
     }
     uint64_t unload_adapter(const char *name) {
-        return requested([&](uint64_t *number) { return fs_unload_adapter(client_, name, number); });
+        return requested([&](uint64_t *number) { return fs_unload_adapter(open(), name, number); });
     }
     uint64_t get_stats() {
-        return requested([&](uint64_t *number) { return fs_get_stats(client_, number); });
+        return requested([&](uint64_t *number) { return fs_get_stats(open(), number); });
     }
     uint64_t get_caps() {
-        return requested([&](uint64_t *number) { return fs_get_caps(client_, number); });
+        return requested([&](uint64_t *number) { return fs_get_caps(open(), number); });
     }
     uint64_t get_plan(uint64_t vram_budget_bytes, uint32_t prompt_tokens) {
         return requested(
-            [&](uint64_t *number) { return fs_get_plan(client_, vram_budget_bytes, prompt_tokens, number); });
+            [&](uint64_t *number) { return fs_get_plan(open(), vram_budget_bytes, prompt_tokens, number); });
     }
     uint64_t embed(const std::vector<std::string_view> &texts) {
         std::vector<const char *> starts;
@@ -217,36 +217,35 @@ class Client {
             lengths.push_back(length(text));
         }
         return requested([&](uint64_t *number) {
-            return fs_embed(client_, starts.data(), lengths.data(), uint32_t(texts.size()), number);
+            return fs_embed(open(), starts.data(), lengths.data(), uint32_t(texts.size()), number);
         });
     }
     uint64_t count_tokens(std::string_view prompt) {
         return requested(
-            [&](uint64_t *number) { return fs_count_tokens(client_, prompt.data(), length(prompt), number); });
+            [&](uint64_t *number) { return fs_count_tokens(open(), prompt.data(), length(prompt), number); });
     }
     uint64_t count_tokens(const std::vector<Message> &messages, const std::vector<fs_tool> &tools = {}) {
         std::vector<fs_chat_message> told = told_of(messages);
         return requested([&](uint64_t *number) {
-            return fs_count_chat_tokens_with_tools(client_, told.data(), uint32_t(told.size()), tools.data(),
+            return fs_count_chat_tokens_with_tools(open(), told.data(), uint32_t(told.size()), tools.data(),
                                                    uint32_t(tools.size()), number);
         });
     }
     uint64_t set_pacing(int32_t scheduling_mode, double target_tokens_per_second = 0) {
-        return requested([&](uint64_t *number) {
-            return fs_set_pacing(client_, scheduling_mode, target_tokens_per_second, number);
-        });
+        return requested(
+            [&](uint64_t *number) { return fs_set_pacing(open(), scheduling_mode, target_tokens_per_second, number); });
     }
     uint64_t get_frame_block() {
-        return requested([&](uint64_t *number) { return fs_get_frame_block(client_, number); });
+        return requested([&](uint64_t *number) { return fs_get_frame_block(open(), number); });
     }
-    void shutdown() { check(fs_shutdown(client_)); }
+    void shutdown() { check(fs_shutdown(open())); }
 
     /* Calls `handle` with at most `limit` events, oldest first. Returns their number. If `handle` throws, the remaining
-     * events come with the next poll. */
+     * events come with the next poll. `handle` may call close(); no events follow then. */
     template <class Handle> int32_t poll(Handle &&handle, int32_t limit = 64) {
         int32_t count = 0;
         Event event;
-        while (count < limit) {
+        while (client_ != nullptr && count < limit) { // `handle` may close
             int32_t found = fs_poll(client_, &event, sizeof(fs_event), 1);
             if (found < 0) {
                 throw Error(-found, fs_last_error(nullptr));
@@ -268,6 +267,12 @@ class Client {
   private:
     Client() = default;
     fs_client *&made() { return client_; }
+    fs_client *open() const {
+        if (client_ == nullptr) {
+            throw Error(FS_CONNECTION_LOST, "the sidecar is closed");
+        }
+        return client_;
+    }
     static int32_t length(std::string_view text) {
         if (text.size() > INT32_MAX) {
             throw Error(FS_BAD_ARGUMENT, "a text is longer than 2 GiB");

@@ -11,7 +11,7 @@
  *     game.pump(64);
  *
  * Call everything from one thread. Callbacks run inside pump() and close() only. A callback may call any function here,
- * including close(). A text given to a callback is valid until the callback returns or calls close(). The destructor of
+ * including close(); a pump() in a callback handles nothing. A text given to a callback is valid until the callback returns or calls close(). The destructor of
  * Game calls close(), so objects that callbacks use must outlive the Game. C++17; compiles with exceptions and RTTI
  * disabled. */
 #ifndef FRAMESHARD_GAME_HPP
@@ -91,7 +91,8 @@ class Game {
     std::function<void(const fs_model &)> on_ready;
     /* Called when the sidecar has ended or could not start. The client is already closed. */
     std::function<void(fs_status, std::string_view message)> on_closed;
-    /* Called with FS_EVENT_NOTICE, FS_EVENT_ENGINE, and answers to requests made with client(). */
+    /* Called with FS_EVENT_NOTICE, FS_EVENT_ENGINE, FS_EVENT_LOADING, FS_EVENT_BUDGET_OBSERVED, answers to requests made
+     * with client(), and FS_EVENT_REFUSED if the frame block cannot be used. */
     std::function<void(const fs_event &)> on_event;
 
     /* launch() and connect() close the open session first. If a callback of that close launches another session, that
@@ -159,8 +160,8 @@ class Game {
         return set_lease(lease, std::move(done));
     }
 
-    /* Calls fs_count_tokens. If it returns FS_OK, `counted` is called once, with FS_EVENT_TOKEN_COUNT or
-     * FS_EVENT_REFUSED. */
+    /* Calls fs_count_tokens. If it returns FS_OK, `counted`, which may be empty, is called once, with
+     * FS_EVENT_TOKEN_COUNT or FS_EVENT_REFUSED. */
     fs_status count_tokens(std::string_view prompt, std::function<void(const fs_event &)> counted) {
         return request(std::move(counted), [&](uint64_t *number) {
             return fs_count_tokens(client_, prompt.data(), int32_t(prompt.size()), number);
@@ -176,7 +177,8 @@ class Game {
         });
     }
 
-    /* Calls fs_embed. If it returns FS_OK, `embedded` is called once, with FS_EVENT_EMBEDDINGS or FS_EVENT_REFUSED. */
+    /* Calls fs_embed. If it returns FS_OK, `embedded`, which may be empty, is called once, with FS_EVENT_EMBEDDINGS or
+     * FS_EVENT_REFUSED. */
     fs_status embed(const std::vector<std::string> &texts, std::function<void(const fs_event &)> embedded) {
         std::vector<const char *> starts;
         std::vector<int32_t> lengths;
@@ -190,18 +192,23 @@ class Game {
     }
 
     /* From on_ready on, each pump() tells the sidecar that a frame begins, so that it leaves GPU time to frames.
-     * `target_frame_s` is the time that a frame should take; 0 turns this off. Has no effect with a sidecar that has no
-     * frame block. */
+     * `target_frame_s` is the time that a frame should take, 0.0001 to 10; 0 turns this off. Has no effect with a sidecar
+     * that has no frame block. on_event is called with FS_EVENT_REFUSED if the time is out of range. */
     void keep_out_of_frames(double target_frame_s) {
         target_frame_s_ = target_frame_s;
         fs_frame_block_close(std::exchange(frames_, nullptr));
-        if (ready_ && target_frame_s > 0) {
+        if (ready_ && target_frame_s != 0) {
             fs_get_frame_block(client_, &frame_request_);
         }
     }
 
-    /* Call it once a frame. Handles at most `most` events and returns their number. */
+    /* Call it once a frame. Handles at most `most` events and returns their number. In a callback it does nothing and
+     * returns 0, because a further poll would free the text of the event that is being handled. */
     int32_t pump(int32_t most) {
+        if (pumping_) {
+            return 0;
+        }
+        Mark pumping(pumping_);
         if (frames_ != nullptr) {
             fs_frame_begin(frames_);
         }
@@ -224,6 +231,13 @@ class Game {
 
   private:
     static constexpr const char *kClosed = "the session was closed";
+
+    /* Sets a flag until the end of a scope. */
+    struct Mark {
+        explicit Mark(bool &flag_) : flag(flag_) { flag = true; }
+        ~Mark() { flag = false; }
+        bool &flag;
+    };
 
     struct Answer {
         Listener listener;
@@ -271,19 +285,20 @@ class Game {
             }
         }
         for (auto &item : askers) {
-            item.second(refusal(item.first));
+            if (item.second) {
+                item.second(refusal(item.first, FS_CANCELLED, kClosed));
+            }
         }
         fs_close(old, timeout_s);
     }
 
-    /* The answer to a request when the session is closed. */
-    static fs_event refusal(uint64_t request) {
+    static fs_event refusal(uint64_t request, fs_status status, const char *reason) {
         fs_event event{};
         event.type = FS_EVENT_REFUSED;
         event.request = request;
-        event.status = FS_CANCELLED;
-        event.text = kClosed;
-        event.text_length = uint32_t(std::string_view(kClosed).size());
+        event.status = status;
+        event.text = reason;
+        event.text_length = uint32_t(std::string_view(reason).size());
         event.detail = event.call_id = event.name = "";
         return event;
     }
@@ -338,11 +353,13 @@ class Game {
         } else if (auto asker = askers_.find(event.request); event.request != 0 && asker != askers_.end()) {
             auto answered = std::move(asker->second); // a close() in the callback erases `asker`
             askers_.erase(asker);
-            answered(event);
+            if (answered) {
+                answered(event);
+            }
         } else if (frame_request_ != 0 && event.request == frame_request_) {
             frame_request_ = 0;
-            if (event.type == FS_EVENT_FRAME_BLOCK && target_frame_s_ > 0) {
-                fs_frame_block_open(event.text, target_frame_s_, &frames_);
+            if (event.type == FS_EVENT_FRAME_BLOCK && target_frame_s_ != 0) {
+                open_frames(event);
             }
         } else if (event.type == FS_EVENT_READY) {
             ready_ = true;
@@ -361,6 +378,14 @@ class Game {
             }
         } else if (on_event) {
             on_event(event);
+        }
+    }
+
+    void open_frames(const fs_event &event) {
+        fs_status status = fs_frame_block_open(event.text, target_frame_s_, &frames_);
+        if (status != FS_OK && on_event) {
+            const std::string reason = fs_last_error(nullptr); // a call in the callback overwrites it
+            on_event(refusal(event.request, status, reason.c_str()));
         }
     }
 
@@ -462,6 +487,7 @@ class Game {
     fs_client *client_ = nullptr;
     fs_frame_block *frames_ = nullptr;
     bool ready_ = false;
+    bool pumping_ = false;
     uint64_t closed_ = 0; // number of close() calls, to notice one inside a callback
     double target_frame_s_ = 0;
     uint64_t frame_request_ = 0;
