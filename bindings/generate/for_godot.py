@@ -51,13 +51,15 @@ def _struct(struct: for_c.Struct, name: str) -> Iterator[str]:
         member, given = f"made.{field['name']}", f"from.{_name(field)}"
         if _kind(field) == "texts":
             yield f"    made.n_{field['name']} = decltype(made.n_{field['name']})({given}.size());"
-            value = f"texts.list({given})"
+            value = f"texts.{'adapters' if field['name'] == 'adapters' else 'list'}({given})"
         elif field["name"] in SIZES:
             value = f"bytes_of({given})"
         elif _kind(field) == "text":
             value = f"texts.{'path' if field.get('path') else 'text'}({given})"
         elif field.get("nullable"):
-            value = f"{given} < 0 ? -1 : decltype({member})({given})"
+            value = f"{given} < 0 ? -1 : saturated<decltype({member})>({given})"
+        elif _kind(field) == "integer":
+            value = f"saturated<decltype({member})>({given})"
         else:
             value = f"decltype({member})({given})"
         yield f"    {member} = {value};"
@@ -116,7 +118,7 @@ def _hint(field: dict[str, Any]) -> tuple[int, str]:
 
 def _words(manifest: Manifest) -> Iterator[str]:
     """The words that numbers in frameshard.h stand for, from 1 on."""
-    for name in ("NoticeKind", "LoadingStage", "LeaseState", "SchedulingMode"):
+    for name in ("EngineState", "NoticeKind", "LoadingStage", "LeaseState", "SchedulingMode"):
         numbers = for_c.numbers(manifest)[name]
         assert list(numbers.values()) == list(range(1, len(numbers) + 1))
         words = ", ".join(f'"{word}"' for word in numbers)

@@ -18,12 +18,15 @@ ENGINE = REPO / "build" / "godot" / "godot"
 SAID = """\
 npc connection_lost True
 launch bad_argument
+launch bad_argument
+launch model_not_found True
 loading read 1 of 2
 loading read 2 of 2
 model any 16.0 256.0
 sentence 'One two.'
 sentence 'Three “four”'
 answer 'One two. Three “four”' True False
+npc bad_argument True
 released [64.0, 64.0]
 sidecar bad_argument True
 sidecar bad_argument True
@@ -32,12 +35,18 @@ sidecar bad_argument True
 sidecar bad_argument True
 sidecar bad_argument True
 still [64.0, 64.0]
+sidecar bad_argument True
 sidecar budget_below_floor True
-parked [64.0, 0.0]
+active [32.0, 32.0]
+parked [32.0, 0.0]
+parked [32.0, 0.0]
+parked [48.0, 0.0]
 sidecar bad_argument True
 loaded True
 loaded False
 npc bad_save True
+engine restarting
+npc engine_died True
 freed
 """.replace("True", "true").replace("False", "false")
 
@@ -73,7 +82,7 @@ def env(program_env: dict[str, str]) -> dict[str, str]:
 
 def test_the_nodes_talk_by_signals(packages: Path, env: dict[str, str], tmp_path: Path) -> None:
     project = with_addon(REPO / "tests" / "bindings" / "godot", tmp_path / "project", packages, env)
-    extra = {"engine": fake_engine(delay_s=0.02, loading=2), "loading": "on"}
+    extra = {"engine": fake_engine(delay_s=0.02, loading=2, poison="poison"), "loading": "on"}
     played = godot(project, env | {"FRAMESHARD_EXTRA": json.dumps(extra)})
     assert played.returncode == 0, played.stdout + played.stderr
     assert played.stderr == ""

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <utility>
 
 namespace engine {
 namespace {
@@ -16,6 +17,8 @@ namespace {
     X(variant_new_copy, GDExtensionInterfaceVariantNewCopy)                                                            \
     X(variant_destroy, GDExtensionInterfaceVariantDestroy)                                                             \
     X(variant_call, GDExtensionInterfaceVariantCall)                                                                   \
+    X(variant_get_type, GDExtensionInterfaceVariantGetType)                                                            \
+    X(variant_can_convert_strict, GDExtensionInterfaceVariantCanConvertStrict)                                         \
     X(get_variant_from_type_constructor, GDExtensionInterfaceGetVariantFromTypeConstructor)                            \
     X(get_variant_to_type_constructor, GDExtensionInterfaceGetVariantToTypeConstructor)                                \
     X(variant_get_ptr_constructor, GDExtensionInterfaceVariantGetPtrConstructor)                                       \
@@ -123,6 +126,13 @@ void call(void *data, GDExtensionClassInstancePtr instance, const GDExtensionCon
     }
     std::vector<Value> values;
     for (GDExtensionInt i = 0; i < count; ++i) {
+        const GDExtensionVariantType type = method->arguments[size_t(i)].type;
+        if (!api.variant_can_convert_strict(api.variant_get_type(arguments[i]), type)) {
+            error->error = GDEXTENSION_CALL_ERROR_INVALID_ARGUMENT;
+            error->argument = int32_t(i);
+            error->expected = int32_t(type);
+            return;
+        }
         values.push_back(Value::copy(arguments[i]));
     }
     error->error = GDEXTENSION_CALL_OK;
@@ -279,6 +289,22 @@ void Value::store(GDExtensionVariantType type, GDExtensionTypePtr typed) const {
         destroy(typed); // the engine makes the new value in memory that it takes for raw
     }
     api.get_variant_to_type_constructor(type)(typed, const_cast<unsigned char *>(held_));
+}
+
+void Later::add(const char *signal, std::vector<Value> arguments) {
+    arguments.insert(arguments.begin(), Value(signal));
+    calls_->push_back(std::move(arguments));
+}
+
+void Later::emit(const Value &node) {
+    const Value emitter = node; // a listener may free the node, and this object with it
+    const std::weak_ptr<Calls> alive = calls_;
+    const Calls due = std::exchange(*calls_, {});
+    for (const std::vector<Value> &call : due) {
+        if (!alive.expired()) {
+            emitter.call("emit_signal", call);
+        }
+    }
 }
 
 Value singleton(const char *name) { return Value(api.global_get_singleton(Name(name).get())); }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -69,6 +70,18 @@ class Value {
     template <class Raw> Raw raw(GDExtensionVariantType type) const;
 
     alignas(8) unsigned char held_[40]; /* 24 bytes; 40 if the engine's reals are doubles */
+};
+
+/* Signals that a node emits in its next frame. One that a listener adds waits for the frame after that, so that a listener
+ * may try again without end. */
+class Later {
+  public:
+    void add(const char *signal, std::vector<Value> arguments);
+    void emit(const Value &node);
+
+  private:
+    using Calls = std::vector<std::vector<Value>>; // arguments of emit_signal
+    std::shared_ptr<Calls> calls_ = std::make_shared<Calls>();
 };
 
 /* One of the engine's singletons. */

@@ -8,7 +8,8 @@ using engine::Value;
 
 void *create(GDExtensionObjectPtr owner) { return new Npc(owner); }
 void destroy(void *instance) { delete static_cast<Npc *>(instance); }
-const engine::Class TYPE = {"FrameshardNpc", create, destroy, nullptr, nullptr};
+void process(void *instance) { static_cast<Npc *>(instance)->process(); }
+const engine::Class TYPE = {"FrameshardNpc", create, destroy, nullptr, process};
 
 const Property PROPERTIES[] = {
     {"sidecar", Kind::text, offsetof(NpcValues, sidecar), 0, ""},
@@ -39,18 +40,22 @@ frameshard::Game *Npc::session() {
     Sidecar *found = sidecar();
     frameshard::Game *game = found != nullptr ? found->open() : nullptr;
     if (game == nullptr) {
-        raise_later(owner_, FS_CONNECTION_LOST, "there is no open FrameshardSidecar in the scene");
+        raise_later(later_, FS_CONNECTION_LOST, "there is no open FrameshardSidecar in the scene");
     }
     return game;
 }
 
 std::string Npc::conversation() const {
-    return values.conversation.empty() ? owner_.call("get_name").text() : values.conversation;
+    if (!values.conversation.empty()) {
+        return values.conversation;
+    }
+    const bool has_path = owner_.call("is_inside_tree").boolean();
+    return owner_.call(has_path ? "get_path" : "get_name").text(); // names are unique only among siblings
 }
 
 void Npc::check(fs_status status) {
     if (status != FS_OK) {
-        raise_later(owner_, status, last_error());
+        raise_later(later_, status, last_error());
     }
 }
 
@@ -69,7 +74,7 @@ void Npc::ask(const std::string &text) {
     options.conversation = texts.text(conversation());
     options.system = texts.text(values.persona);
     options.sampling = &sampled;
-    options.priority = uint32_t(values.priority);
+    options.priority = saturated<uint32_t>(values.priority);
     asked_ = sidecar();
     question_ = std::make_shared<int>();
     uint64_t job = 0;

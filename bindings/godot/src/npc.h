@@ -10,7 +10,7 @@
 struct NpcValues {
     std::string sidecar; // path of the node; empty: the first one that is open
     std::string persona;
-    std::string conversation; // empty: the name of this node
+    std::string conversation; // empty: the path of this node
     int64_t priority = 1;
 };
 
@@ -22,6 +22,7 @@ class Npc {
     static void add();
     static void remove();
 
+    void process() { later_.emit(owner_); }
     void ask(const std::string &text);
     void stop_generation();
     bool is_speaking() const { return job_ != 0; }
@@ -42,6 +43,7 @@ class Npc {
     void check(fs_status status);
 
     engine::Value owner_;
+    engine::Later later_;
     uint64_t job_ = 0;
     Sidecar *asked_ = nullptr;
     /* Replaced with every question, so that late events of an earlier one, and of a freed node, are not heard. */

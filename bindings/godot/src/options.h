@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,14 @@ class Texts {
     /* NULL, the library's default, for an empty text. */
     const char *text(const std::string &value) { return value.empty() ? nullptr : kept_.emplace_back(value).c_str(); }
     const char *path(const std::string &value) { return text(plain_path(value)); }
+    /* Of `NAME=PATH`. */
+    const char *const *adapters(std::vector<std::string> values) {
+        for (std::string &value : values) {
+            const size_t path = value.find('=') + 1; // 0: the library refuses it
+            value = value.substr(0, path) + (path == 0 ? value : plain_path(value.substr(path)));
+        }
+        return list(values);
+    }
     const char *const *list(const std::vector<std::string> &values) {
         std::vector<const char *> &list = lists_.emplace_back();
         for (const std::string &value : values) {
@@ -48,6 +57,14 @@ class Texts {
  * refuses for signed and unsigned sizes. */
 inline uint64_t bytes_of(double size_mb) {
     return size_mb >= 0 && size_mb < 1e12 ? uint64_t(size_mb * 1048576) : INT64_MAX;
+}
+
+/* A number that does not fit becomes the largest one, which the library refuses. */
+template <class Whole> Whole saturated(int64_t value) {
+    constexpr auto most = std::numeric_limits<Whole>::max();
+    const bool too_small = value < int64_t(std::numeric_limits<Whole>::min());
+    const bool too_large = value > 0 && uint64_t(value) > uint64_t(most);
+    return too_small || too_large ? most : Whole(value);
 }
 
 // clang-format off
@@ -146,10 +163,10 @@ inline void fill(fs_launch_options &made, const LaunchValues &from, Texts &texts
     made.model = texts.path(from.model);
     made.device = texts.text(from.device);
     made.vram_budget_bytes = bytes_of(from.vram_budget_mb);
-    made.n_ctx = decltype(made.n_ctx)(from.n_ctx);
-    made.n_parallel = decltype(made.n_parallel)(from.n_parallel);
-    made.n_ubatch = decltype(made.n_ubatch)(from.n_ubatch);
-    made.n_threads = decltype(made.n_threads)(from.n_threads);
+    made.n_ctx = saturated<decltype(made.n_ctx)>(from.n_ctx);
+    made.n_parallel = saturated<decltype(made.n_parallel)>(from.n_parallel);
+    made.n_ubatch = saturated<decltype(made.n_ubatch)>(from.n_ubatch);
+    made.n_threads = saturated<decltype(made.n_threads)>(from.n_threads);
     made.silent_s = decltype(made.silent_s)(from.silent_s);
     made.transport = texts.text(from.transport);
     made.endpoint = texts.text(from.endpoint);
@@ -162,21 +179,21 @@ inline void fill(fs_launch_options &made, const LaunchValues &from, Texts &texts
     made.speculate = texts.text(from.speculate);
     made.draft_model = texts.path(from.draft_model);
     made.kv_type = texts.text(from.kv_type);
-    made.max_jobs = decltype(made.max_jobs)(from.max_jobs);
-    made.max_client_jobs = decltype(made.max_client_jobs)(from.max_client_jobs);
-    made.held_bytes = decltype(made.held_bytes)(from.held_bytes);
+    made.max_jobs = saturated<decltype(made.max_jobs)>(from.max_jobs);
+    made.max_client_jobs = saturated<decltype(made.max_client_jobs)>(from.max_client_jobs);
+    made.held_bytes = saturated<decltype(made.held_bytes)>(from.held_bytes);
     made.hang_idle_s = decltype(made.hang_idle_s)(from.hang_idle_s);
     made.hang_busy_s = decltype(made.hang_busy_s)(from.hang_busy_s);
     made.hang_load_s = decltype(made.hang_load_s)(from.hang_load_s);
     made.hang_still_s = decltype(made.hang_still_s)(from.hang_still_s);
-    made.restart_limit = decltype(made.restart_limit)(from.restart_limit);
+    made.restart_limit = saturated<decltype(made.restart_limit)>(from.restart_limit);
     made.restart_window_s = decltype(made.restart_window_s)(from.restart_window_s);
     made.off_pause_s = decltype(made.off_pause_s)(from.off_pause_s);
     made.off_pause_max_s = decltype(made.off_pause_max_s)(from.off_pause_max_s);
     made.kv_cache_bytes = bytes_of(from.kv_cache_mb);
     made.loading = texts.text(from.loading);
     made.n_adapters = decltype(made.n_adapters)(from.adapters.size());
-    made.adapters = texts.list(from.adapters);
+    made.adapters = texts.adapters(from.adapters);
     made.http = texts.text(from.http);
     made.http_key = texts.text(from.http_key);
     made.embedder = texts.path(from.embedder);
@@ -239,13 +256,13 @@ inline const Property SAMPLING_PROPERTIES[] = {
 };
 
 inline void fill(fs_sampling &made, const SamplingValues &from, Texts &texts) {
-    made.max_tokens = decltype(made.max_tokens)(from.max_tokens);
-    made.top_k = decltype(made.top_k)(from.top_k);
+    made.max_tokens = saturated<decltype(made.max_tokens)>(from.max_tokens);
+    made.top_k = saturated<decltype(made.top_k)>(from.top_k);
     made.temperature = decltype(made.temperature)(from.temperature);
     made.top_p = decltype(made.top_p)(from.top_p);
     made.min_p = decltype(made.min_p)(from.min_p);
     made.repeat_penalty = decltype(made.repeat_penalty)(from.repeat_penalty);
-    made.seed = from.seed < 0 ? -1 : decltype(made.seed)(from.seed);
+    made.seed = from.seed < 0 ? -1 : saturated<decltype(made.seed)>(from.seed);
     made.n_stop = decltype(made.n_stop)(from.stop.size());
     made.stop = texts.list(from.stop);
     made.json_schema = texts.text(from.json_schema);
@@ -260,12 +277,13 @@ inline void fill(fs_sampling &made, const SamplingValues &from, Texts &texts) {
     made.lark = texts.text(from.lark);
     made.dry_multiplier = decltype(made.dry_multiplier)(from.dry_multiplier);
     made.dry_base = decltype(made.dry_base)(from.dry_base);
-    made.dry_allowed_length = decltype(made.dry_allowed_length)(from.dry_allowed_length);
-    made.dry_penalty_last_n = decltype(made.dry_penalty_last_n)(from.dry_penalty_last_n);
+    made.dry_allowed_length = saturated<decltype(made.dry_allowed_length)>(from.dry_allowed_length);
+    made.dry_penalty_last_n = saturated<decltype(made.dry_penalty_last_n)>(from.dry_penalty_last_n);
     made.n_dry_sequence_breakers = decltype(made.n_dry_sequence_breakers)(from.dry_sequence_breakers.size());
     made.dry_sequence_breakers = texts.list(from.dry_sequence_breakers);
 }
 
+inline constexpr const char *EngineState[] = {"loading", "ready", "restarting", "off", "hibernated"};
 inline constexpr const char *NoticeKind[] = {"wants", "gives_back", "late", "pressure", "other_process", "state", "http", "host_pressure"};
 inline constexpr const char *LoadingStage[] = {"read", "profile", "fill"};
 inline constexpr const char *LeaseState[] = {"active", "parked", "hibernated"};

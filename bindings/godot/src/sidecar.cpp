@@ -72,8 +72,8 @@ std::string last_error() {
     return std::string(text, length);
 }
 
-void raise_later(const Value &node, fs_status status, const std::string &message) {
-    node.call("call_deferred", {"emit_signal", "error_raised", fs_status_name(status), std::string_view(message)});
+void raise_later(engine::Later &later, fs_status status, const std::string &message) {
+    later.add("error_raised", {fs_status_name(status), std::string_view(message)});
 }
 
 Sidecar::Sidecar(GDExtensionObjectPtr owner) : owner_(owner) {
@@ -84,10 +84,13 @@ Sidecar::Sidecar(GDExtensionObjectPtr owner) : owner_(owner) {
     };
     game_->on_event = [this](const fs_event &event) { hear(event); };
     game_->on_closed = [this](fs_status status, std::string_view message) {
+        Sidecar *const self = this; // a listener may free the node, and this function with it
         if (status != FS_OK) {
-            emit("error_raised", {fs_status_name(status), message});
+            self->emit("error_raised", {fs_status_name(status), message});
         }
-        emit("closed", {});
+        if (is_alive(self)) {
+            self->emit("closed", {});
+        }
     };
 }
 
@@ -116,7 +119,9 @@ void Sidecar::enter_tree() {
 
 void Sidecar::process() {
     const auto game = game_; // a signal may free this node
-    game->pump(int32_t(values.events_per_frame));
+    const int64_t most = std::clamp<int64_t>(values.events_per_frame, 1, INT32_MAX);
+    later_.emit(owner_);
+    game->pump(int32_t(most));
 }
 
 void Sidecar::launch() {
@@ -129,55 +134,79 @@ void Sidecar::launch() {
     }
     made.client_name = "godot";
     begin(game_->launch(made));
+    in_force_ = proposed_ = Lease{options.vram_budget_mb, "active"};
 }
 
 void Sidecar::connect(const std::string &connect_file) {
     begin(game_->connect(plain_path(connect_file).c_str(), "godot"));
+    in_force_ = proposed_ = std::nullopt;
 }
 
 void Sidecar::begin(fs_status status) {
     if (status == FS_OK) {
         tell_frames();
     } else {
-        raise_later(status, last_error());
+        raise_later(later_, status, last_error());
     }
 }
 
 void Sidecar::tell_frames() {
-    game_->keep_out_of_frames(values.target_frame_rate > 0 ? 1 / values.target_frame_rate : 0);
+    game_->keep_out_of_frames(values.target_frame_rate != 0 ? 1 / values.target_frame_rate : 0);
 }
 
 void Sidecar::set_pacing() {
     const fs_status status = fs_set_pacing(game_->client(), number(SchedulingMode, values.scheduling), 0, nullptr);
     if (status != FS_OK) {
-        raise_later(status, last_error());
+        raise_later(later_, status, last_error());
     }
 }
 
-void Sidecar::close() { game_->close(0); }
+void Sidecar::close() {
+    if (open() != nullptr) {
+        later_.add("closed", {});
+    }
+    game_->close(0);
+}
 
-void Sidecar::set_lease(double vram_budget_mb, const std::string &state) { propose(vram_budget_mb, state, -1); }
+void Sidecar::set_lease(double vram_budget_mb, const std::string &state) { propose({vram_budget_mb, state}); }
 
-void Sidecar::propose(double vram_budget_mb, const std::string &state, int64_t host_budget_bytes) {
+void Sidecar::propose(const Lease &lease, int64_t host_budget_bytes) {
     if (open() == nullptr) {
-        raise_later(FS_CONNECTION_LOST, "there is no open sidecar: call launch() first");
+        raise_later(later_, FS_CONNECTION_LOST, "there is no open sidecar: call launch() first");
         return;
     }
-    fs_lease lease;
-    fs_lease_init(&lease, sizeof lease);
-    lease.vram_budget_bytes = bytes_of(vram_budget_mb);
-    lease.timeout_s = RELEASE_TIMEOUT_S;
-    lease.state = number(LeaseState, state);
-    lease.host_budget_bytes = host_budget_bytes;
-    const fs_status status = game_->set_lease(lease, [this](const frameshard::BudgetResult &result) {
+    fs_lease made;
+    fs_lease_init(&made, sizeof made);
+    made.vram_budget_bytes = bytes_of(lease.vram_budget_mb);
+    made.timeout_s = RELEASE_TIMEOUT_S;
+    made.state = number(LeaseState, lease.state);
+    made.host_budget_bytes = host_budget_bytes;
+    const fs_status status = game_->set_lease(made, [this, lease](const frameshard::BudgetResult &result) {
+        if (result.status == FS_OK || result.status == FS_DEADLINE_MISSED) { // a late release stays in force
+            in_force_ = lease;
+        } else if (proposed_ == lease) {
+            proposed_ = in_force_;
+        }
         if (result.status == FS_OK) {
             emit("budget_released", {double(result.budget_bytes) / MIB, double(result.used_bytes) / MIB});
         } else if (result.status != FS_CANCELLED) {
             emit("error_raised", {fs_status_name(result.status), std::string_view(result.message)});
         }
     });
-    if (status != FS_OK) {
-        raise_later(status, last_error());
+    if (status == FS_OK) {
+        proposed_ = lease;
+    } else {
+        raise_later(later_, status, last_error());
+    }
+}
+
+void Sidecar::propose_host_budget() {
+    if (proposed_) {
+        propose(*proposed_, int64_t(bytes_of(options.host_budget_mb)));
+    } else { // a lease has a VRAM budget, too
+        raise_later(later_, FS_BAD_ARGUMENT,
+                    "the VRAM budget of the sidecar that another program has launched is not known: call set_lease() "
+                    "before host_budget_mb changes");
     }
 }
 
@@ -187,9 +216,9 @@ void Sidecar::changed(const Property &property) {
     }
     const std::string name(property.name);
     if (name == "vram_budget_mb") {
-        set_lease(options.vram_budget_mb, "active");
+        propose({options.vram_budget_mb, proposed_ ? proposed_->state : "active"});
     } else if (name == "host_budget_mb") {
-        propose(options.vram_budget_mb, "active", int64_t(bytes_of(options.host_budget_mb)));
+        propose_host_budget();
     } else if (name == "target_frame_rate") {
         tell_frames();
     } else if (name == "scheduling") {
@@ -203,6 +232,8 @@ void Sidecar::hear(const fs_event &event) {
         emit("notice_received", {word(NoticeKind, event.notice), text, double(event.budget_bytes) / MIB});
     } else if (event.type == FS_EVENT_LOADING) {
         emit("loading_updated", {word(LoadingStage, event.stage), int64_t(event.done), int64_t(event.total)});
+    } else if (event.type == FS_EVENT_ENGINE) {
+        emit("engine_changed", {word(EngineState, event.engine_state), int64_t(event.restarts), text});
     } else if (event.type == FS_EVENT_REFUSED) {
         emit("error_raised", {fs_status_name(event.status), text});
     }
@@ -213,8 +244,6 @@ void Sidecar::emit(const char *signal, std::vector<Value> arguments) {
     arguments.insert(arguments.begin(), Value(signal));
     owner.call("emit_signal", arguments);
 }
-
-void Sidecar::raise_later(fs_status status, const std::string &message) { ::raise_later(owner_, status, message); }
 
 void Sidecar::add() {
     constexpr auto STRING = GDEXTENSION_VARIANT_TYPE_STRING;
@@ -252,6 +281,7 @@ void Sidecar::add() {
     engine::add(TYPE, engine::Signal{"budget_released", {{"budget_mb", FLOAT}, {"used_mb", FLOAT}}});
     engine::add(TYPE, engine::Signal{"notice_received", {{"kind", STRING}, {"text", STRING}, {"budget_mb", FLOAT}}});
     engine::add(TYPE, engine::Signal{"loading_updated", {{"stage", STRING}, {"done", INT}, {"total", INT}}});
+    engine::add(TYPE, engine::Signal{"engine_changed", {{"state", STRING}, {"restarts", INT}, {"text", STRING}}});
     engine::add(TYPE, engine::Signal{"error_raised", {{"name", STRING}, {"message", STRING}}});
     engine::add(TYPE, engine::Signal{"closed", {}});
 }

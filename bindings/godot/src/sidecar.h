@@ -3,6 +3,7 @@
 #define FRAMESHARD_GODOT_SIDECAR_H
 
 #include <memory>
+#include <optional>
 
 #include <frameshard_game.hpp>
 
@@ -44,20 +45,29 @@ class Sidecar {
   private:
     void hear(const fs_event &event);
     void begin(fs_status status);
-    void propose(double vram_budget_mb, const std::string &state, int64_t host_budget_bytes); // -1: it stays
+    struct Lease {
+        double vram_budget_mb;
+        std::string state;
+        bool operator==(const Lease &other) const {
+            return vram_budget_mb == other.vram_budget_mb && state == other.state;
+        }
+    };
+    void propose(const Lease &lease, int64_t host_budget_bytes = -1); // -1: it stays
+    void propose_host_budget();
     void tell_frames();
     void set_pacing();
     void emit(const char *signal, std::vector<engine::Value> arguments);
-    /* After the call of the game that is going on, in which it may not listen yet. */
-    void raise_later(fs_status status, const std::string &message);
 
     engine::Value owner_;
     std::shared_ptr<frameshard::Game> game_ = std::make_shared<frameshard::Game>();
     bool entered_ = false;
+    engine::Later later_;
+    /* Empty after connect_to: the lease is that of another client. */
+    std::optional<Lease> in_force_, proposed_;
 };
 
-/* Emits error_raised at the end of the frame. */
-void raise_later(const engine::Value &node, fs_status status, const std::string &message);
+/* Has a node emit error_raised in its next frame, because the game may not listen yet. */
+void raise_later(engine::Later &later, fs_status status, const std::string &message);
 std::string last_error();
 
 #endif
