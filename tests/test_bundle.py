@@ -24,7 +24,7 @@ import trio
 import fake_modules
 import frameshard
 import sidecars
-from frameshard import cpu
+from frameshard import cli, cpu
 from frameshard.wire import launch
 
 try:
@@ -138,6 +138,11 @@ def test_optional_parts_work_in_a_bundle(model_path: Path, tmp_path: Path) -> No
 
 def test_optional_parts_are_left_out_of_a_bundle(bundled: tuple[Path, dict[str, Any]]) -> None:
     assert not {"httpx", "hypercorn", "jsonschema", "pillow", "rich", "starlette"} & set(bundled[1]["packages"])
+
+
+def test_optional_parts_may_be_given_one_by_one() -> None:
+    args = cli.build_parser("bundle").parse_args(["bundle", "there", "--with", "http", "--with", "top,vision"])
+    assert args.extras == ["http", "top", "vision"]
 
 
 def test_a_part_that_no_bundle_has_is_refused(tmp_path: Path) -> None:

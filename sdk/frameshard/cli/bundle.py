@@ -64,6 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--with",
         dest="extras",
+        action="extend",
         default=[],
         type=_extras,
         metavar="EXTRA,...",
