@@ -92,6 +92,16 @@ def test_a_driver_that_writes_no_text(tmp_path: Path) -> None:
     assert any(problem.endswith(" driver") for problem in document_of(result)["problems"])
 
 
+def test_a_library_that_writes_to_stdout(tmp_path: Path) -> None:
+    """As the banner of a driver, before and behind what has been found."""
+    source = f"import atexit, os, sys; sys.path.remove({str(tmp_path)!r}); del sys.modules['llama_cpp']\n"
+    source += "os.write(1, b'banner'); atexit.register(os.write, 1, b'farewell'); import llama_cpp\n"
+    (tmp_path / "llama_cpp.py").write_text(source)
+    result = doctor("--json", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert document_of(result)["works"]
+    assert result.returncode == 0
+
+
 def test_a_missing_native_library_is_a_problem(tmp_path: Path) -> None:
     result = doctor("--json", FRAMESHARD_DEVICE_LIB=str(tmp_path / "gone.so"))
     found = document_of(result)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from frameshard import cpu, ggml, program
+from frameshard import cpu, ggml, program, system
 from frameshard.errors import FrameshardError
 
 from . import common
@@ -140,8 +140,8 @@ def _devices() -> tuple[Facts, list[str]]:
 
 def _anonymous(text: str) -> str:
     """The text with "~" for the user's home directory, which has the user's name."""
-    home = Path.home()
-    if home == Path(home.anchor):  # as that of some containers
+    home = system.home()
+    if home is None or home == Path(home.anchor):  # as that of some containers
         return text
     return re.sub(rf"(?<!\w){re.escape(str(home))}(?!\w|[.-]\w)", "~", text)
 
@@ -199,7 +199,15 @@ class _Examination:
             self.problems.append("no GPU is used: the lines of the modules say why")
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    """Runs in the child process. Prints a JSON document; what libraries and drivers write is on standard error."""
+    told = os.dup(1)
+    os.dup2(2, 1)
     examination = _Examination()
     examination.run()
-    print(json.dumps(vars(examination)))
+    with open(told, "w") as output:
+        json.dump(vars(examination), output)
+
+
+if __name__ == "__main__":
+    _main()
