@@ -156,6 +156,55 @@ def test_an_error_without_json_is_one_line_on_stderr(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_options_are_not_abbreviated() -> None:
+    """With ``--js`` for ``--json`` an error would not be a document."""
+    result = frameshard("models", "path", "/missing", "--js")
+    assert result.returncode == 2
+    assert "unrecognized arguments: --js" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [("--help",), ("--version",), ("models", "list", "--json"), ("models", "path", "/gone", "--json")]
+)
+def test_a_full_disk_behind_stdout_is_an_error(args: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "frameshard", *args]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == "frameshard: cannot write the output: No space left on device"
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_behind_a_conversation_is_an_error(wordy_model: Path) -> None:
+    command = [sys.executable, "-m", "frameshard", "chat", "--model", str(wordy_model), "--device", "cpu"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command, input="Who are you?\n", stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert result.returncode == 2
+    assert "frameshard: cannot write the output: No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("args", ["models list --json", "--version", "models path /gone"])
+def test_standard_streams_may_be_closed(closed: str, args: str) -> None:
+    command = ["sh", "-c", f"exec '{sys.executable}' -m frameshard {args} {closed}"]
+    result = subprocess.run(command, input="", capture_output=True, text=True, timeout=60)
+    assert result.returncode == (2 if "gone" in args else 0)
+    assert result.stderr.startswith("frameshard: no model" if "gone" in args and " 2>" not in f" {closed}" else "")
+    assert "Traceback" not in result.stderr + result.stdout
+    if args == "models list --json" and ">" not in closed.replace("2>", ""):
+        assert json.loads(result.stdout)["known"]
+
+
+def test_a_chat_with_closed_streams_ends(wordy_model: Path) -> None:
+    line = f"exec '{sys.executable}' -m frameshard chat --model '{wordy_model}' --device cpu <&- >&-"
+    result = subprocess.run(["sh", "-c", line], input="", capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "on cpu" in result.stderr
+
+
 def test_a_reader_that_leaves_is_no_error_message() -> None:
     """The reader of stdout ends at once, as in ``frameshard --help | head -0``."""
     read, write = os.pipe()

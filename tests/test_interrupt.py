@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -189,6 +190,30 @@ def test_while_libraries_are_loaded(model_path: Path) -> None:
     with running("bench", *options(model_path)) as process:
         until(lambda: "libggml" in Path(f"/proc/{process.pid}/maps").read_text())
         interrupted(process)
+
+
+STARTS = """
+import runpy, sys
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "frameshard.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+sys.argv = ["frameshard", "--version"]
+"""
+MODULE = 'runpy.run_module("frameshard", run_name="__main__", alter_sys=True)'
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_while_the_command_itself_is_imported(installed: bool) -> None:
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    entry = re.search(r'^frameshard = "([\w.]+):(\w+)"$', project, re.MULTILINE)
+    assert entry is not None
+    begin = f"from {entry[1]} import {entry[2]}; sys.exit({entry[2]}())" if installed else MODULE
+    ended = subprocess.run([sys.executable, "-c", STARTS + begin], capture_output=True, text=True, timeout=HANGS_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_while_the_sidecar_is_started(model_path: Path) -> None:

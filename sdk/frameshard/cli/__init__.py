@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import errno
 import importlib
 import io
 import logging
@@ -20,11 +21,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from frameshard.cli import interrupt
 from frameshard.cli.common import emit_json
 from frameshard.errors import BadArgument, FrameshardError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 COMMANDS = {
     "chat": "talk to a model in the terminal and change its VRAM while it answers",
@@ -72,7 +76,14 @@ Ctrl-C      ends any command at once, with exit status 130
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises our errors, so that ``--json`` works for them too."""
+    """An argument parser that raises our errors, so that ``--json`` works for them too. It takes options by their whole
+    names only, of which ``--json`` is one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        (file or sys.stdout).write(self.format_help())  # argparse's own ignores that it cannot be written
 
     def error(self, message: str) -> NoReturn:
         raise BadArgument(f"{message} (see {self.prog} --help)")
@@ -111,11 +122,57 @@ def _print_any_text() -> None:
         sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
 
 
+def _open_missing_streams() -> None:
+    """Opens the null device for each standard stream that is closed, as by a shell's ``>&-`` or for ``pythonw.exe``.
+    Else its number would go to the next file that is opened, and ``sys.stdout`` would be None."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                null = os.open(os.devnull, os.O_RDWR)
+                if null != number:
+                    os.dup2(null, number)
+                    os.close(null)
+                os.set_inheritable(number, True)  # for child processes, as any standard stream
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a write to a file that is open. Those of the files that a command itself writes are typed."""
+
+
+def _discard_output() -> None:
+    """What is left in the buffer goes nowhere. Else Python's flush at exit would fail too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    _print_any_text()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
+    try:
+        _open_missing_streams()
+        _print_any_text()
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
+        status = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C during the exit would print a traceback
+        return interrupt.STATUS
+    except BrokenPipeError:  # the reader of our output has ended, as in "frameshard plan ... | head"
+        _discard_output()
+        return 1
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _discard_output()
+        with contextlib.suppress(OSError):  # it may be the same file
+            print(f"frameshard: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: list[str]) -> int:
     command = next((word for word in argv if not word.startswith("-")), None)
     try:
         parser = build_parser(command)
@@ -127,19 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         with interrupt.prompt() if args.command in IN_PROCESS else contextlib.nullcontext():
-            status = args.run(args)
-        sys.stdout.flush()
-        return int(status)
+            return int(args.run(args))
+    except SystemExit as ended:  # of --help, whose text is not flushed yet
+        return int(ended.code or 0)
     except FrameshardError as error:
         print(f"frameshard: {error.message}", file=sys.stderr)
         if "--json" in argv:
             emit_json({"error": error.to_wire()})
         return 2
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C during the exit would print a traceback
-        return interrupt.STATUS
-    except BrokenPipeError:
-        # The reader of our output has ended, as in "frameshard plan ... | head". Without this, Python's flush at exit
-        # would fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1

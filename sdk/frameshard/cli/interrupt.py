@@ -102,8 +102,8 @@ def _end() -> None:
 
 def run_async(main: Callable[[], Awaitable[T]]) -> T:
     """Runs ``trio.run(main)``. Ctrl-C raises a KeyboardInterrupt instead of an exception group with one, at the next
-    checkpoint: anywhere else it may be in a callback, where it would be lost. If the reader of the output has ended,
-    it raises a BrokenPipeError instead of a group."""
+    checkpoint: anywhere else it may be in a callback, where it would be lost. If the output cannot be written, such as
+    because its reader has ended, it raises an OSError instead of a group."""
     import trio
 
     try:
@@ -112,6 +112,6 @@ def run_async(main: Callable[[], Awaitable[T]]) -> T:
         found = list(causes(error))
         if any(isinstance(cause, KeyboardInterrupt) for cause in found):
             raise KeyboardInterrupt from None
-        if all(isinstance(cause, BrokenPipeError) for cause in found):
+        if all(isinstance(cause, OSError) for cause in found):
             raise found[0] from None
         raise
