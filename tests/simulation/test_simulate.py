@@ -246,12 +246,15 @@ async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_n
     events = (
         trace.Vram(0.0, 8192, deadline_ms=30_000),
         trace.Vram(0.1, 8180, deadline_ms=30_000, by="page"),
+        trace.Lease(0.2, "parked", deadline_ms=30_000),
+        trace.Lease(0.2, "active", deadline_ms=30_000),
     )
     async with frameshard.launch(shallow_model, device="emulated", n_ctx=512) as client:
         before = await client.budget()
         recording = await play(client, trace.Trace("greedy", "", 0.3, 8192, events), as_recorded=True)
-        assert (await client.budget()).vram_budget_bytes == before.vram_budget_bytes
-    assert recording.changes == []
+        assert (await client.budget()).vram_budget_bytes == before.full_bytes
+    assert [(change.state, change.budget_bytes) for change in recording.changes[1:]] == [("active", before.full_bytes)]
+    assert recording.changes[0].state == "parked"
     by_message, by_page = recording.problems
     assert "floor" in by_message
     assert "refused" in by_page

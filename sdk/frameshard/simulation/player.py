@@ -265,7 +265,7 @@ class _Player:
 
     async def _negotiate(self, events: trio.MemoryReceiveChannel[Vram | Host | Lease]) -> None:
         async for event in events:
-            by = "message"
+            by, before = "message", (self._state, self._offer, self._host_offer)
             if isinstance(event, Lease):
                 self._state = event.state
             elif isinstance(event, Host):
@@ -293,6 +293,7 @@ class _Player:
             except FrameshardError as error:
                 if not isinstance(error, DeadlineMissed):
                     self._recording.changes.remove(change)  # refused: the lease before stays in force
+                    self._state, self._offer, self._host_offer = before
                 self._recording.problems.append(f"the lease asked for at {change.at:.2f} s: {error.message}")
 
     async def _set_by_page(self, change: Change) -> None:
