@@ -255,7 +255,8 @@ async def test_a_slow_reader_loses_nothing_and_slows_nobody(shared_sidecar: Path
     async with frameshard.connect(shared_sidecar) as client:
         async with client.complete(WORDS) as slow:
             assert (await client.complete(WORDS).completed()).text == WORDS
-            await anyio.sleep(0.5)
+            while (await client.stats()).broker.jobs_running:
+                await anyio.sleep(0.01)
             events = [event async for event in slow]
         assert "".join(event.text for event in events) == WORDS
         assert len(events) < 50
@@ -380,12 +381,12 @@ async def test_a_launch_that_is_cancelled_leaves_nothing() -> None:
         async with launch(engine=(sys.executable, "-c", "import signal; signal.pause()")):
             pass
     assert scope.cancelled_caught
-    assert children() == before
+    assert children() <= before  # a process of an earlier test may have ended meanwhile
 
 
-def children() -> list[int]:
+def children() -> set[int]:
     pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in pids if alive(int(pid))]
+    return {int(pid) for pid in pids if alive(int(pid))}
 
 
 @in_trio
