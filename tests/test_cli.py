@@ -307,7 +307,7 @@ def test_chat_ctrl_c_ends_the_answer_then_the_program(model_path: Path) -> None:
         chat.send_signal(signal.SIGINT)
         assert "cancelled" in (chat.stderr.readline() + chat.stderr.readline())
         chat.send_signal(signal.SIGINT)
-        assert chat.wait(30) == 130
+        assert chat.wait(sidecars.DEADLINE_S) == 130
 
 
 def test_serve_serves_until_it_is_told_to_stop(shallow_model: Path, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_serve_serves_until_it_is_told_to_stop(shallow_model: Path, tmp_path: Pa
         assert connect_file.stat().st_mode & 0o777 == 0o600
         assert trio.run(ask)
         server.terminate()
-        assert server.wait(30) == 0
+        assert server.wait(sidecars.DEADLINE_S) == 0
     assert not connect_file.exists()
 
 
@@ -351,7 +351,7 @@ class Terminal:
     def read_until(self, words: str) -> None:
         """Reads the output until these words come. Fails if they do not come."""
         while (found := self.seen.find(words, self.read)) < 0:
-            assert select.select([self.ours], [], [], 60)[0], self.seen
+            assert select.select([self.ours], [], [], sidecars.DEADLINE_S)[0], self.seen
             self.seen += os.read(self.ours, 1 << 16).decode(errors="replace")
         self.read = found + len(words)
 
@@ -392,7 +392,7 @@ def test_chat_edits_lines_and_gives_the_terminal_back(wordy_model: Path) -> None
         chat.read_until("> ")
         chat.type("/what")
         chat.process.send_signal(signal.SIGINT)
-        assert chat.process.wait(60) == 130
+        assert chat.process.wait(sidecars.DEADLINE_S) == 130
         assert termios.tcgetattr(chat.theirs) == chat.settings
     assert "Traceback" not in chat.seen
 
@@ -407,4 +407,4 @@ def test_chat_without_readline_reads_lines(wordy_model: Path, tmp_path: Path) ->
         chat.read_until("begin the conversation anew")
         chat.read_until("> ")
         chat.type("\x04")
-        assert chat.process.wait(60) == 0
+        assert chat.process.wait(sidecars.DEADLINE_S) == 0

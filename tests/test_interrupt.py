@@ -18,10 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecars import alive, gone_after
-
-HANGS_S = 60.0
-"""Ends a test whose command does not end."""
+from sidecars import DEADLINE_S, alive, gone_after
 
 
 def _default_sigint() -> None:
@@ -65,7 +62,7 @@ def descendants(pid: int) -> list[int]:
 def read_until(process: subprocess.Popen[bytes], *words: bytes) -> bytes:
     """Reads stderr until one of the words is in it; returns what was read."""
     assert process.stderr is not None
-    said, give_up_at = b"", time.monotonic() + HANGS_S
+    said, give_up_at = b"", time.monotonic() + DEADLINE_S
     while not any(word in said for word in words):
         ready, _, _ = select.select([process.stderr], [], [], max(0.0, give_up_at - time.monotonic()))
         assert ready, said
@@ -80,12 +77,12 @@ def interrupted(process: subprocess.Popen[bytes]) -> bytes:
     started = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     at = time.monotonic()
-    out, err = process.communicate(timeout=HANGS_S)
+    out, err = process.communicate(timeout=DEADLINE_S)
     print(f"ended {time.monotonic() - at:.2f} s after the signal, {len(started)} children")
     assert process.returncode == 130, (out, err)
     assert b"Traceback" not in err, err
     assert b"KeyboardInterrupt" not in err, err
-    gone_after(started, HANGS_S)
+    gone_after(started, DEADLINE_S)
     assert not any(map(alive, started))
     return out
 
@@ -137,7 +134,7 @@ async def main():
     thing = Thing()
     gone = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
     del thing
-    await trio.sleep(60)
+    await trio.sleep_forever()
 
 try:
     interrupt.run_async(main)
@@ -149,7 +146,7 @@ except KeyboardInterrupt:
 def test_one_that_comes_in_a_callback_is_not_lost() -> None:
     """Python ignores exceptions there."""
     command = [sys.executable, "-c", LOST]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=50, preexec_fn=_default_sigint)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, preexec_fn=_default_sigint)
     assert (result.stdout, result.returncode) == ("interrupted\n", 0), result.stderr
 
 
@@ -180,7 +177,7 @@ def test_a_benchmark_of_images_prints_what_it_has_measured(model_path: Path, mmp
 
 
 def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + HANGS_S
+    give_up_at = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.001)
@@ -225,7 +222,7 @@ def test_while_the_sidecar_is_started(model_path: Path) -> None:
 def test_a_fetch_leaves_nothing(tmp_path: Path) -> None:
     """The server accepts the request and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(HANGS_S)
+        server.settimeout(DEADLINE_S)
         hub = f"http://127.0.0.1:{server.getsockname()[1]}"
         model = ("models", "fetch", "hf:someone/something/model.gguf")
         with running(*model, HF_ENDPOINT=hub, XDG_CACHE_HOME=str(tmp_path)) as process:
@@ -246,13 +243,13 @@ def test_top_gives_the_terminal_back(model_path: Path) -> None:
         os.close(theirs)
         seen = b""
         while b"tokens/s" not in seen:
-            assert select.select([ours], [], [], HANGS_S)[0], seen
+            assert select.select([ours], [], [], DEADLINE_S)[0], seen
             seen += os.read(ours, 1 << 16)
         top.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # the terminal is closed
             while data := os.read(ours, 1 << 16):
                 seen += data
-        _, err = top.communicate(timeout=HANGS_S)
+        _, err = top.communicate(timeout=DEADLINE_S)
         assert (top.returncode, err) == (130, b"")
         assert b"\x1b[?1049l" in seen  # the screen is as before
         interrupted(sidecar)

@@ -44,7 +44,7 @@ class Sidecar:
         assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        return self.process.wait(10)
+        return self.process.wait(DEADLINE_S)
 
 
 class Client:
@@ -158,7 +158,7 @@ def test_a_whole_session(sidecar: Sidecar, client: Client) -> None:
     assert client.answer(client.request("stats"))["error"]["name"] == "connection_lost"
     assert client.greet()["t"] == "welcome"
     assert client.answer(client.request("shutdown"))["t"] == "ok"
-    assert sidecar.process.wait(10) == 0
+    assert sidecar.process.wait(DEADLINE_S) == 0
 
 
 def test_credit_and_cancel(client: Client) -> None:
