@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,8 +81,12 @@ def _name(member: for_c.Member) -> str:
 
 
 def _fields(struct: for_c.Struct) -> Iterator[str]:
+    names = {member.name: _name(member) for member in _given(struct)}
     for member in _given(struct):
         text = member.text if member.field is None else _text(member.field)
+        if member.name in INITIAL:
+            text = re.sub(r"Default \w+\.$", f"Default {INITIAL[member.name]}.", text)
+        text = re.sub(r"`(\w+)`", lambda word: f"`{names.get(word[1], word[1])}`", text)
         lines = textwrap.wrap(f"<summary>{escape(text)}</summary>", 108)
         yield from (f"        /// {line}" for line in lines)
         initial = f' = "{INITIAL[member.name]}"' if member.name in INITIAL else ""

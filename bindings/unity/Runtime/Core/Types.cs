@@ -148,7 +148,7 @@ namespace Frameshard
         public string Python;
         /// <summary>Path of a file to which the sidecar appends its log. Default: standard error.</summary>
         public string LogFile;
-        /// <summary>Name of the client in the sidecar's log, at most 64 bytes. Default c.</summary>
+        /// <summary>Name of the client in the sidecar's log, at most 64 bytes. Default csharp.</summary>
         public string ClientName = "csharp";
         /// <summary>A JSON object with further launch options; they take precedence over the others. Default:
         /// none.</summary>
@@ -164,7 +164,7 @@ namespace Frameshard
         public string Speculate;
         /// <summary>Path of the GGUF file of a draft model: a small model with the same vocabulary; empty: none. It
         /// drafts text that does not repeat, where that is faster. It runs on the CPU; its weights and its KV cache (at
-        /// most 16,384 tokens) are in host memory. It is not loaded with `speculate` off, without a GPU, or with
+        /// most 16,384 tokens) are in host memory. It is not loaded with `Speculate` off, without a GPU, or with
         /// recurrent models.</summary>
         public string DraftModel;
         /// <summary>Type of the KV cache. `q8_0` needs half, `q4_0` a little more than a quarter of the bytes of `f16`,
@@ -188,11 +188,11 @@ namespace Frameshard
         /// <summary>An engine in which no thread answers for this long counts as stopped and is replaced. Default
         /// 5.0.</summary>
         public double? HangStillSeconds;
-        /// <summary>Number of engine deaths within `restart_window_s` that are followed by a restart; after one more,
-        /// the engine is off for `off_pause_s`. Deaths while a job runs do not count, and each new token starts the
-        /// count again. Default 3.</summary>
+        /// <summary>Number of engine deaths within `RestartWindowSeconds` that are followed by a restart; after one
+        /// more, the engine is off for `OffPauseSeconds`. Deaths while a job runs do not count, and each new token
+        /// starts the count again. Default 3.</summary>
         public ulong? RestartLimit;
-        /// <summary>Time span in which `restart_limit` counts deaths. Default 300.0.</summary>
+        /// <summary>Time span in which `RestartLimit` counts deaths. Default 300.0.</summary>
         public double? RestartWindowSeconds;
         /// <summary>How long an engine that keeps dying stays off before the next try. Each pause is twice as long as
         /// the last. Default 1.0.</summary>
@@ -272,7 +272,7 @@ namespace Frameshard
         public uint? Seed;
         /// <summary>Strings that end the answer; they are not part of it.</summary>
         public string[] Stop;
-        /// <summary>A JSON schema. The answer is JSON that matches it, unless `max_tokens` or `stop` ends the answer
+        /// <summary>A JSON schema. The answer is JSON that matches it, unless `MaxTokens` or `Stop` ends the answer
         /// early; empty: off.</summary>
         public string JsonSchema;
         /// <summary>Subtracted from a token's logit for each time that the token occurs among the last 64; 0:
@@ -283,13 +283,13 @@ namespace Frameshard
         /// <summary>Locally typical sampling: choose only among the most typical tokens whose probabilities add up to
         /// this value; 1: off. Default 1.0.</summary>
         public double? TypicalP;
-        /// <summary>XTC sampling: the chance that all tokens above `xtc_threshold`, except the least likely of them,
-        /// are removed; 0: off.</summary>
+        /// <summary>XTC sampling: the chance that all tokens above `XtcThreshold`, except the least likely of them, are
+        /// removed; 0: off.</summary>
         public double? XtcProbability;
         /// <summary>XTC sampling removes only tokens with at least this probability. Default 0.1.</summary>
         public double? XtcThreshold;
-        /// <summary>The answer is exactly one of these strings. Set at most one of `json_schema`, `choices`, `regex`
-        /// and `lark`.</summary>
+        /// <summary>The answer is exactly one of these strings. Set at most one of `JsonSchema`, `Choices`, `Regex` and
+        /// `Lark`.</summary>
         public string[] Choices;
         /// <summary>The whole answer matches this regular expression, in the syntax of Rust's regex crate; empty:
         /// off.</summary>
@@ -299,8 +299,8 @@ namespace Frameshard
         /// <summary>Tokens that are more or less likely than the model finds them. Several biases of one token add up.
         /// An answer with a form still has it.</summary>
         public LogitBias[] LogitBias;
-        /// <summary>DRY sampling: a token that would repeat a sequence of n tokens, n at least `dry_allowed_length`,
-        /// loses `dry_multiplier` * `dry_base` ^ (n - `dry_allowed_length`) of its logit; 0: off.</summary>
+        /// <summary>DRY sampling: a token that would repeat a sequence of n tokens, n at least `DryAllowedLength`,
+        /// loses `DryMultiplier` * `DryBase` ^ (n - `DryAllowedLength`) of its logit; 0: off.</summary>
         public double? DryMultiplier;
         /// <summary>DRY sampling: growth of the penalty with each token. Default 1.75.</summary>
         public double? DryBase;
@@ -560,7 +560,7 @@ namespace Frameshard
         /// <summary>`parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no
         /// VRAM is used.</summary>
         public LeaseState State = LeaseState.Active;
-        /// <summary>Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to
+        /// <summary>Limit for all VRAM that the sidecar uses; 0: no limit. If `State` is not `active`: the budget to
         /// use once it is active again. In MiB.</summary>
         public double VramBudgetMb;
         /// <summary>A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink.
