@@ -9,9 +9,8 @@ namespace Frameshard
     /// call.</summary>
     internal sealed class ClientHandle : SafeHandle
     {
-        /// <summary>Seconds that closing may wait for the sidecar to end. 0, as in the finalizer: it is killed at
-        /// once.</summary>
-        internal double CloseTimeout;
+        // In the finalizer, too: a sidecar that is killed leaves its connect file.
+        private const double LeaveSeconds = 1.0;
 
         public ClientHandle() : base(IntPtr.Zero, true) { }
 
@@ -19,7 +18,7 @@ namespace Frameshard
 
         protected override bool ReleaseHandle()
         {
-            Native.fs_close(handle, CloseTimeout);
+            Native.fs_close(handle, LeaveSeconds);
             return true;
         }
     }

@@ -18,7 +18,6 @@ namespace Frameshard
     {
         private const double Mebibyte = 1024 * 1024;
         private const int Batch = 32;
-        private const double LeaveSeconds = 1.0;
         private const double SliceSeconds = 0.01; // length of a wait; between two of them, other threads may call
         private const double ClosedPauseSeconds = 0.05;
 
@@ -283,7 +282,7 @@ namespace Frameshard
 
         /// <summary>Returns the <see cref="History"/> of a conversation as bytes, for <see cref="Load"/> and for the
         /// other bindings. These are kilobytes, 1 MiB at most; the oldest exchanges of a longer history are left
-        /// out.</summary>
+        /// out. Wait for <see cref="Ready"/> first; before, it fails with ConnectionLost.</summary>
         public byte[] Save(string conversation)
         {
             using (var texts = new Utf8())
@@ -302,7 +301,7 @@ namespace Frameshard
 
         /// <summary>Replaces a conversation by a save, once the questions asked before this call are answered. The
         /// next question computes its prompt again. The save may be from another sidecar, model, budget or
-        /// binding.</summary>
+        /// binding. Wait for <see cref="Ready"/> first; before, it fails with ConnectionLost.</summary>
         /// <exception cref="FrameshardException">BadSave: the bytes are damaged, too large, of a newer format, or no
         /// save. Nothing changes.</exception>
         public LoadResult Load(byte[] data, string conversation)
@@ -595,7 +594,8 @@ namespace Frameshard
             if (IsClosed) Thread.Sleep((int)(1000 * Math.Max(0, Math.Min(ClosedPauseSeconds, timeoutSeconds))));
         }
 
-        /// <summary>Ends the session, and a launched sidecar. Unfinished tasks fail with ConnectionLost.</summary>
+        /// <summary>Ends the session, and a launched sidecar, for whose end it waits up to 1 s. Unfinished tasks fail
+        /// with ConnectionLost.</summary>
         public void Dispose()
         {
             using (_gate.Enter())
@@ -604,7 +604,6 @@ namespace Frameshard
                 _closed = true;
                 _why = _why ?? new FrameshardException(ErrorCode.ConnectionLost, "the sidecar was closed");
                 _pending.Clear();
-                _client.CloseTimeout = LeaveSeconds;
                 _client.Dispose();
             }
             lock (Open) Open.RemoveAll(entry => entry.Target == null || entry.Target == this);

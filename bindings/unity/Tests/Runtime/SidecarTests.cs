@@ -1,6 +1,7 @@
 using System;
 using System.Collections.Generic;
 using System.Diagnostics;
+using System.IO;
 using System.Linq;
 using System.Runtime.CompilerServices;
 using System.Threading;
@@ -21,7 +22,7 @@ namespace Frameshard.Tests
 
         private static Sidecar _shared;
 
-        private static Sidecar Launch(string model = null)
+        private static Sidecar Launch(string model = null, string connectFile = null)
         {
             var path = model ?? Environment.GetEnvironmentVariable("FRAMESHARD_MODEL");
             if (string.IsNullOrEmpty(path)) Assert.Ignore("FRAMESHARD_MODEL is not set");
@@ -29,7 +30,7 @@ namespace Frameshard.Tests
             {
                 Model = path, Device = "emulated", NCtx = 1024, NParallel = 1,
                 Mmproj = Environment.GetEnvironmentVariable("FRAMESHARD_MMPROJ"),
-                Python = Environment.GetEnvironmentVariable("FRAMESHARD_PYTHON"),
+                Python = Environment.GetEnvironmentVariable("FRAMESHARD_PYTHON"), ConnectFile = connectFile,
             });
         }
 
@@ -240,6 +241,16 @@ namespace Frameshard.Tests
         }
 
         [Test]
+        public void SavesNeedTheModel()
+        {
+            using (var sidecar = Launch())
+            {
+                Assert.AreEqual(ErrorCode.ConnectionLost, Failure(() => sidecar.Save("mira")).Code);
+                Assert.AreEqual(ErrorCode.ConnectionLost, Failure(() => sidecar.Load(new byte[0], "mira")).Code);
+            }
+        }
+
+        [Test]
         public void AModelThatIsMissingIsNamed()
         {
             using (var sidecar = Launch("/no/such/model.gguf"))
@@ -272,7 +283,8 @@ namespace Frameshard.Tests
         [Test]
         public void ASidecarThatIsForgottenEnds()
         {
-            var pid = LaunchAndForget();
+            var file = Path.Combine(Path.GetTempPath(), Path.GetRandomFileName());
+            var pid = LaunchAndForget(file);
             var clock = Stopwatch.StartNew();
             while (!IsGone(pid))
             {
@@ -280,17 +292,19 @@ namespace Frameshard.Tests
                 GC.Collect();
                 GC.WaitForPendingFinalizers();
             }
+            Assert.IsFalse(File.Exists(file));
         }
 
         // Runs in its own thread, so that no reference to the sidecar stays on a stack.
         [MethodImpl(MethodImplOptions.NoInlining)]
-        private static ulong LaunchAndForget()
+        private static ulong LaunchAndForget(string connectFile)
         {
             var pid = 0UL;
             var thread = new Thread(() =>
             {
-                var sidecar = Launch();
+                var sidecar = Launch(connectFile: connectFile);
                 pid = sidecar.Run(sidecar.Ready).Pid;
+                Assert.IsTrue(File.Exists(connectFile));
             });
             thread.Start();
             thread.Join();
