@@ -134,11 +134,11 @@ def _fill(struct: for_c.Struct) -> Iterator[str]:
         field, kind = member.field, _kind(member)
         target, given = f"native.{pascal(member.name)}", f"options.{_name(member)}"
         if kind == "string":
-            yield f'            if ({given} != null) {target} = texts.Name({given}, "{_name(member)}");'
+            yield from _unless_null(given, f'{target} = texts.Name({given}, "{_name(member)}");')
         elif kind.endswith("[]"):
             (count,) = (each for each in for_c.members(struct) if each.name == f"n_{member.name}")
             made = f'texts.Names({given}, "{_name(member)}")' if kind == "string[]" else f"Records({given}, texts)"
-            yield f"            if ({given} != null) {target} = {made};"
+            yield from _unless_null(given, f"{target} = {made};")
             yield f"            native.{pascal(count.name)} = ({KINDS[count.kind]})({given}?.Length ?? 0);"
         elif field is not None and field["name"] in SIZES:
             if field.get("nullable"):
@@ -153,6 +153,15 @@ def _fill(struct: for_c.Struct) -> Iterator[str]:
         else:
             yield f"            {target} = {given};"
     yield "        }"
+
+
+def _unless_null(given: str, statement: str) -> Iterator[str]:
+    line = f"            if ({given} != null) {statement}"
+    if len(line) <= 120:
+        yield line
+    else:
+        yield f"            if ({given} != null)"
+        yield f"                {statement}"
 
 
 def _members(struct: for_c.Struct) -> Iterator[str]:

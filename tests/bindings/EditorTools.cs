@@ -1,4 +1,5 @@
-// Runs what the editor scripts of the Unity package do without Unity: a download, the name of its file, or the step after a build.
+// Runs what the editor scripts of the Unity package do without Unity: a download, the name of its file, or the step
+// after a build.
 
 using System;
 using System.Threading;

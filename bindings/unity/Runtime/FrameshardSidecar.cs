@@ -38,8 +38,8 @@ namespace Frameshard.Unity
         [SerializeField, Tooltip("Path of a file to which the sidecar appends its log. A relative path starts in the "
             + "persistent data path. Empty: the log goes to standard error.")]
         private string logFile = "";
-        [SerializeField, TextArea, Tooltip("A JSON object with further launch options, such as {\"kv_type\": \"q8_0\"}; "
-            + "they take precedence. Empty: none.")]
+        [SerializeField, TextArea, Tooltip("A JSON object with further launch options, such as "
+            + "{\"kv_type\": \"q8_0\"}; they take precedence. Empty: none.")]
         private string extraJson = "";
         [SerializeField, Min(1), Tooltip("Most events that are handled in one frame.")]
         private int eventsPerFrame = 64;
@@ -178,7 +178,8 @@ namespace Frameshard.Unity
             if (FrameTimingManager.GetLatestTimings(1, _timings) > 0)
             {
                 var gpuSeconds = _timings[0].gpuFrameTime / 1000;
-                if (gpuSeconds > 0 && gpuSeconds <= MaxGpuSeconds) _frames.End(gpuSeconds); // else it is no frame's time
+                // A longer time is no frame's, such as that of a pause; the frame block refuses it.
+                if (gpuSeconds > 0 && gpuSeconds <= MaxGpuSeconds) _frames.End(gpuSeconds);
             }
             _frames.Begin();
         }

@@ -48,9 +48,12 @@ namespace Frameshard
             if (options.HttpKey != null) native.HttpKey = texts.Name(options.HttpKey, "HttpKey");
             if (options.Embedder != null) native.Embedder = texts.Name(options.Embedder, "Embedder");
             if (options.Fallback != null) native.Fallback = texts.Name(options.Fallback, "Fallback");
-            if (options.FallbackModel != null) native.FallbackModel = texts.Name(options.FallbackModel, "FallbackModel");
-            if (options.FallbackKeyFile != null) native.FallbackKeyFile = texts.Name(options.FallbackKeyFile, "FallbackKeyFile");
-            if (options.FallbackKeyEnv != null) native.FallbackKeyEnv = texts.Name(options.FallbackKeyEnv, "FallbackKeyEnv");
+            if (options.FallbackModel != null)
+                native.FallbackModel = texts.Name(options.FallbackModel, "FallbackModel");
+            if (options.FallbackKeyFile != null)
+                native.FallbackKeyFile = texts.Name(options.FallbackKeyFile, "FallbackKeyFile");
+            if (options.FallbackKeyEnv != null)
+                native.FallbackKeyEnv = texts.Name(options.FallbackKeyEnv, "FallbackKeyEnv");
             if (options.FallbackHttp != null) native.FallbackHttp = texts.Name(options.FallbackHttp, "FallbackHttp");
             native.HostBudgetBytes = Sidecar.Bytes(options.HostBudgetMb);
         }
@@ -82,7 +85,8 @@ namespace Frameshard
             native.DryBase = options.DryBase ?? native.DryBase;
             native.DryAllowedLength = options.DryAllowedLength ?? native.DryAllowedLength;
             native.DryPenaltyLastN = options.DryPenaltyLastN ?? native.DryPenaltyLastN;
-            if (options.DrySequenceBreakers != null) native.DrySequenceBreakers = texts.Names(options.DrySequenceBreakers, "DrySequenceBreakers");
+            if (options.DrySequenceBreakers != null)
+                native.DrySequenceBreakers = texts.Names(options.DrySequenceBreakers, "DrySequenceBreakers");
             native.NDrySequenceBreakers = (ulong)(options.DrySequenceBreakers?.Length ?? 0);
         }
 
