@@ -410,6 +410,54 @@ async def test_an_adapter_that_is_unloaded_while_it_loads_stays_unloaded(tmp_pat
 
 
 @in_trio
+async def test_an_adapter_stays_if_the_engine_dies_over_its_unload(tmp_path: Path) -> None:
+    """The unload is refused, and says why. No job may begin with the adapter meanwhile."""
+    (tmp_path / "a.gguf").touch()
+    async with launch() as client:
+        await client.adapter_load("a", tmp_path / "a.gguf")
+        freeze(pid := await engine_pid(client))
+        answer = client.adapter_unload("a")
+        with pytest.raises(errors.BadArgument, match="'a' is being unloaded"):
+            await client.complete("x", adapters={"a": 1.0}).completed()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(errors.EngineDied, match="died before it had answered: the engine ended with") as refused:
+            await answer
+        assert (refused.value.detail["reason"], refused.value.detail["last_words"]) == ("engine_died", "")
+        assert (await client.complete("x", adapters={"a": 1.0}).completed()).text == "a=1 x"
+
+
+@in_trio
+async def test_an_adapter_is_in_use_until_its_last_job_has_left_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    async with launch(engine=fake_engine(endless=True)) as client:
+        await client.adapter_load("a", tmp_path / "a.gguf")
+        async with (
+            frameshard.connect(client.info) as other,
+            other.complete("x", adapters={"a": 1.0}, sampling=GREEDY) as stream,
+        ):
+            await stream.__anext__()
+            freeze(pid := await engine_pid(client))
+        with pytest.raises(errors.BadArgument, match="jobs use the adapter 'a'"):
+            await client.adapter_unload("a")
+        thaw(pid)
+        while (await client.stats()).broker.jobs_running:
+            await trio.sleep(0.01)
+        assert (await client.adapter_unload("a")).adapters == ()
+
+
+@in_trio
+async def test_nothing_is_left_of_a_file_over_which_the_engine_dies(talking_model: Path, tmp_path: Path) -> None:
+    patch = "import os\nfrom frameshard.engine import kvfile\nkvfile.write = lambda *_: os.kill(os.getpid(), 9)"
+    options = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "engine": patched_engine(patch)}
+    async with frameshard.launch(talking_model, **options) as client:
+        short = frameshard.Sampling(max_tokens=2)
+        await client.complete("Once upon a time", conversation="mira", sampling=short).completed()
+        with pytest.raises(errors.EngineDied, match="died before it had answered"):
+            await client.save_kv("mira", tmp_path / "mira.kv")
+        assert list(tmp_path.iterdir()) == []
+
+
+@in_trio
 async def test_an_engine_that_cannot_be_told_how_to_load_is_not_started() -> None:
     def refuse() -> em.EngineConfig:
         raise errors.BadArgument("adapters: must be an array of at most 16", field="adapters")

@@ -33,7 +33,7 @@ def blob() -> Blob:
 
 
 def write(path: Path, content: Blob) -> int:
-    return kvfile.write(str(path), ENGINE, content, kvfile.create(str(path)))
+    return kvfile.write(str(path), ENGINE, content, kvfile.create(str(path), f"{path}.part"))
 
 
 def read(path: Path, engine: dict[str, str] = ENGINE, **limits: Any) -> Blob:
@@ -192,7 +192,8 @@ def test_an_engine_that_ends_leaves_a_whole_file_or_none(
     try:
         child.load(deep_model, device="cpu", n_ctx=512, n_parallel=1, n_threads=1)
         child.run("Once upon a time", conversation="mira", params={"max_tokens": 2})
-        child.send(op="kv_save", seq=1, conversation="mira", path=str(tmp_path / "mira.kv"))
+        path = str(tmp_path / "mira.kv")
+        child.send(op="kv_save", seq=1, conversation="mira", path=path, part=f"{path}.part")
         while not list(tmp_path.iterdir()):
             time.sleep(0.01)
         child.send(op="stop")

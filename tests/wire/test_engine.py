@@ -41,7 +41,7 @@ COMMANDS: list[em.Command] = [
     em.MakePlans(5, (0, 64 * MIB), 512),
     em.LoadAdapter(6, "pirate", "pirate.gguf"),
     em.UnloadAdapter(6, "pirate"),
-    em.SaveKv(6, "4711/mira", "/saves/mira.kv"),
+    em.SaveKv(6, "4711/mira", "/saves/mira.kv", "/saves/mira.kv.7f.part"),
     em.LoadKv(7, "4711/mira", "/saves/mira.kv"),
     em.GetStats(6),
     em.AskAlive(),

@@ -60,8 +60,8 @@ class Jobs:
         self._max_client_jobs = max_client_jobs
         self._numbers = 0
         self._jobs: dict[int, Job] = {}
-        self._leaving: dict[int, str | None] = {}
-        """The conversations of jobs that are over for their client but still in the engine, by job number."""
+        self._leaving: dict[int, Job] = {}
+        """Jobs that are over for their client but still in the engine, by job number."""
         self._turn = 0
         self._turns: dict[ServerConnection, int] = {}  # the last turn of each client
         self._engine_ready = False
@@ -96,8 +96,9 @@ class Jobs:
         return sum(job.away.attempt > 0 for job in self._jobs.values())
 
     def use_adapter(self, name: str) -> bool:
-        """Whether a job that has not ended uses the adapter."""
-        return any(adapter.name == name for job in self._jobs.values() for adapter in job.request.adapters)
+        """Whether a job that has not ended uses the adapter, or one that is still in the engine."""
+        jobs = (*self._jobs.values(), *self._leaving.values())
+        return any(adapter.name == name for job in jobs for adapter in job.request.adapters)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -438,7 +439,8 @@ class Jobs:
         """Returns the jobs that wait, in the order of their numbers. The jobs of one conversation run one at a time, in
         order."""
         jobs = self._jobs.values()
-        taken = {job.conversation for job in jobs if job.at_engine or job.away.attempt} | set(self._leaving.values())
+        taken = {job.conversation for job in jobs if job.at_engine or job.away.attempt}
+        taken |= {job.conversation for job in self._leaving.values()}
         waiting: list[Job] = []
         for job in jobs:
             out = job.at_engine or job.away.attempt
@@ -493,7 +495,7 @@ class Jobs:
         """Ends the job for its client, and cancels it in the engine."""
         self._forget(job)
         if job.at_engine:
-            self._leaving[job.number] = job.conversation
+            self._leaving[job.number] = job
             if not (job.cancelling or job.pausing):
                 self.commands.append(em.Cancel(job.number))
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,22 @@ MAX_ASKED = 64
 
 _Asked = m.StatsGet | m.PlanGet | m.CountTokens | m.AdapterLoad | m.AdapterUnload | m.KvSave | m.KvLoad
 """Requests that the engine answers."""
+
+_IN_MAIN_THREAD = (em.LoadAdapter, em.UnloadAdapter, em.SaveKv, em.LoadKv)
+"""Commands over which the engine's main thread works between two decodes."""
+
+_Answered = Callable[[em.Answer | FrameshardError], None]
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A command that the engine has not answered.
+
+    :param then: gets the answer, or why there is none.
+    """
+
+    command: em.Command
+    then: _Answered
 
 
 class Requests:
@@ -72,8 +91,8 @@ class Requests:
         self._n_sessions = n_sessions
         self._end_engine_if_asked = end_engine_if_asked
         self._predicted = predicted
-        self._asked: dict[int, Callable[[em.Answer | None], None]] = {}
-        """What becomes of the engine's answers, by their numbers."""
+        self._asked: dict[int, _Open] = {}
+        """The commands that wait for an answer, by their numbers."""
         self._numbers = 0
         self._frame_block = FrameBlockMemory(directory)
         self._settings: dict[type, em.Command] = {}  # these are sent to each new engine when it is ready
@@ -92,6 +111,8 @@ class Requests:
             for adapter in request.adapters:
                 if adapter.name not in self.adapters:
                     raise unknown_adapter(adapter.name, self.adapters)
+                if self._unloads(adapter.name):
+                    raise BadArgument(f"the adapter {adapter.name!r} is being unloaded", field="adapters")
             if len({adapter.name for adapter in request.adapters}) < len(request.adapters):
                 raise BadArgument("an adapter is there twice", field="adapters")
             number = self._jobs.submit(connection, request, trio.current_time())
@@ -127,14 +148,15 @@ class Requests:
                     f"jobs use the adapter {request.name!r}: it can be unloaded when they have ended", field="name"
                 )
             self._ask(connection, request, lambda seq: em.UnloadAdapter(seq, request.name))
-            if self._supervisor.state is states.Engine.READY:  # otherwise it was refused
-                self.adapters.pop(request.name, None)
         elif isinstance(request, m.KvSave | m.KvLoad):
             if not os.path.isabs(request.path):
                 raise BadArgument("path must be absolute", field="path")
-            command = em.SaveKv if isinstance(request, m.KvSave) else em.LoadKv
             key = conversation_key(connection, request.conversation)
-            self._ask(connection, request, lambda seq: command(seq, key, request.path))
+            if isinstance(request, m.KvLoad):
+                self._ask(connection, request, lambda seq: em.LoadKv(seq, key, request.path))
+            else:
+                part = f"{request.path}.{secrets.token_hex(8)}.part"
+                self._ask(connection, request, lambda seq: em.SaveKv(seq, key, request.path, part))
         elif isinstance(request, m.CountTokens):
             content = (request.messages, request.prompt, request.tools)
             self._ask(connection, request, lambda seq: em.CountTokens(seq, *content))
@@ -162,11 +184,11 @@ class Requests:
     def _predict(self, job: int, request: m.Submit) -> None:
         """Asks for the plan's time to the first token of a job: first how many tokens its prompt has."""
 
-        def planned(event: em.Answer | None) -> None:
+        def planned(event: em.Answer | FrameshardError) -> None:
             if isinstance(event, em.Plans) and event.rows and (ttft_s := event.rows[0].ttft_s) is not None:
                 self._predicted(job, ttft_s)
 
-        def counted(event: em.Answer | None) -> None:
+        def counted(event: em.Answer | FrameshardError) -> None:
             if isinstance(event, em.TokenCount) and event.n_tokens:
                 budgets = (self._lease.budget_bytes,)
                 n_tokens = self._jobs.unread(job, event.n_tokens)
@@ -178,34 +200,45 @@ class Requests:
         if not self._ask_engine(command, lambda event: self._answer(connection, request, event)):
             raise Overloaded("too many requests wait for the engine")
 
-    def _ask_engine(self, command: Callable[[int], em.Command], then: Callable[[em.Answer | None], None]) -> bool:
+    def _ask_engine(self, command: Callable[[int], em.Command], then: _Answered) -> bool:
         """Asks the engine.
 
         :param command: makes the command from its number.
-        :param then: gets the answer; None if no engine is running.
+        :param then: gets the answer, or why there is none.
         :returns: false if too many answers are waited for; then the engine is not asked.
         """
         if self._supervisor.state is not states.Engine.READY:
-            then(None)
+            off = self._supervisor.state is states.Engine.OFF
+            then(self._supervisor.off() if off else _no_engine())
             return True
         if len(self._asked) >= MAX_ASKED:
             return False
         self._numbers += 1
-        self._asked[self._numbers] = then
-        self._supervisor.send(command(self._numbers))
+        self._asked[self._numbers] = asked = _Open(command(self._numbers), then)
+        self._supervisor.send(asked.command)
         return True
 
-    def _answer(self, connection: ServerConnection, request: _Asked, event: em.Answer | None) -> None:
+    def _unloads(self, adapter: str) -> bool:
+        """Whether the engine was told to unload this adapter and has not answered."""
+        commands = (asked.command for asked in self._asked.values())
+        return any(isinstance(command, em.UnloadAdapter) and command.name == adapter for command in commands)
+
+    @property
+    def in_main_thread(self) -> bool:
+        """Whether the engine's main thread has such work for a request that it may not answer pings."""
+        return any(isinstance(asked.command, _IN_MAIN_THREAD) for asked in self._asked.values())
+
+    def _answer(self, connection: ServerConnection, request: _Asked, event: em.Answer | FrameshardError) -> None:
         """Answers a request that the engine was asked.
 
-        :param event: the engine's answer; None if no engine is running.
+        :param event: the engine's answer, or why there is none.
         """
         if isinstance(request, m.StatsGet):
             self._answer_stats(connection, request.id, event.stats if isinstance(event, em.Stats) else None)
-        elif event is None or isinstance(event, em.Stats):
-            off = self._supervisor.state is states.Engine.OFF
-            why = self._supervisor.off() if off else EngineDied("no engine runs now that could do this")
-            connection.refuse(request.id, why)
+        elif isinstance(event, FrameshardError):
+            connection.refuse(request.id, event)
+        elif isinstance(event, em.Stats):
+            connection.refuse(request.id, FrameshardError("the engine has answered with statistics"))
         elif isinstance(event, em.Kv):
             connection.reply(m.Kv(request.id, self._epoch, event.n_tokens, event.file_bytes, event.detail))
         elif event.error is not None:
@@ -215,7 +248,7 @@ class Requests:
         elif isinstance(event, em.Adapters):
             if isinstance(request, m.AdapterLoad):
                 self.adapters[request.name] = request.path
-            elif isinstance(request, m.AdapterUnload):  # again: an earlier load may have added it
+            elif isinstance(request, m.AdapterUnload):
                 self.adapters.pop(request.name, None)
             self._lease.floor_bytes = event.floor_bytes
             connection.reply(m.Adapters(request.id, self._epoch, event.adapters, event.floor_bytes))
@@ -262,17 +295,34 @@ class Requests:
             self._supervisor.send(command)
 
     def engine_answered(self, event: em.Answer) -> None:
-        then = self._asked.pop(event.seq, None)
-        if then is not None:
-            then(event)
+        asked = self._asked.pop(event.seq, None)
+        if asked is not None:
+            asked.then(event)
 
     def engine_lost(self, death: FrameshardError | None) -> None:
         """Called when the engine has ended. If it could not load an adapter, the next engine goes on without it, and
-        jobs that use it fail."""
+        jobs that use it fail.
+
+        :param death: why it died; None if it was told to end.
+        """
         culprit = None if death is None else death.detail.get("adapter")
         if culprit in self.adapters:
             del self.adapters[culprit]
             logger.warning("the next engine does without the adapter %s: %s", culprit, death)
         waiting, self._asked = self._asked, {}
-        for then in waiting.values():
-            then(None)
+        for asked in waiting.values():
+            if isinstance(asked.command, em.SaveKv):
+                with suppress(OSError):
+                    os.unlink(asked.command.part)
+            asked.then(_died(death) if death is not None else _no_engine())
+
+
+def _no_engine() -> EngineDied:
+    return EngineDied("no engine runs now that could do this")
+
+
+def _died(death: FrameshardError) -> EngineDied:
+    """The error for a request whose answer the engine did not live to give."""
+    return EngineDied(
+        f"the engine died before it had answered: {death.message}", **{**death.detail, "reason": death.name}
+    )

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import logging
 import os
-import secrets
 import stat
 import struct
 import threading
@@ -99,8 +98,8 @@ def identity(runtime: Runtime) -> dict[str, str]:
     return {name: value for name, value in depends.items() if value}
 
 
-def create(path: str) -> BinaryIO:
-    """Returns a new file beside `path`, for :func:`write`. Only this user can read it.
+def create(path: str, part: str) -> BinaryIO:
+    """Returns the new file `part`, from which :func:`write` makes the one at `path`. Only this user can read it.
 
     :raises OSError: it cannot be made, or what is at `path` is no file.
     """
@@ -109,7 +108,7 @@ def create(path: str) -> BinaryIO:
         if not (stat.S_ISREG(kind) or stat.S_ISLNK(kind)):
             raise FileExistsError(errno.EEXIST, "a directory, a device or a pipe is there")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    return open(f"{path}.{secrets.token_hex(8)}.part", "wb", opener=lambda name, _: os.open(name, flags, 0o600))
+    return open(part, "wb", opener=lambda name, _: os.open(name, flags, 0o600))
 
 
 def write(path: str, engine: Mapping[str, str], blob: Blob, part: BinaryIO) -> int:
@@ -304,7 +303,7 @@ class KvFiles:
             with self._lock:
                 if self._closed:
                     return
-                self._part = create(command.path)
+                self._part = create(command.path, command.part)
             n_bytes = write(command.path, self._engine, blob, self._part)
             self._answer(em.Kv(command.seq, len(blob.tokens), n_bytes))
         except OSError as error:

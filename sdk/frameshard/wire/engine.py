@@ -156,11 +156,15 @@ class MakePlans:
 
 @dataclass(frozen=True)
 class SaveKv:
-    """Asks to write the KV cache of a conversation to a file. The answer is :class:`Kv`."""
+    """Asks to write the KV cache of a conversation to a file. The answer is :class:`Kv`.
+
+    :param part: path of the file until it is whole. The broker removes what a dead engine has left there.
+    """
 
     seq: Count
     conversation: Text
     path: Text
+    part: Text
 
 
 @dataclass(frozen=True)
