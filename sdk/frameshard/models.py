@@ -159,6 +159,28 @@ def locate(path: str | os.PathLike[str]) -> ModelFile:
     return ModelFile(Path(part[1]), int(part[2]), int(part[3]))
 
 
+def _blocks(found: ModelFile) -> Iterator[bytes]:
+    """What a file or a part of a file holds.
+
+    :raises OSError: it cannot be read.
+    """
+    with open(found.path, "rb") as whole:
+        whole.seek(found.offset)
+        left = sys.maxsize if found.n_bytes is None else found.n_bytes
+        while left and (block := whole.read(min(left, _BLOCK))):
+            left -= len(block)
+            yield block
+
+
+def read_ahead(path: str | os.PathLike[str]) -> None:
+    """Reads the GGUF that ``path`` names into the page cache, so that the next reader need not wait for the disk.
+
+    :raises OSError: it cannot be read.
+    """
+    for _ in _blocks(locate(path)):
+        pass
+
+
 @contextmanager
 def own_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """The GGUF that ``path`` names as a file of its own, for a library that opens files by their path only. Of a part
@@ -171,11 +193,9 @@ def own_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield found.path
         return
     with tempfile.TemporaryDirectory(prefix="frameshard-") as folder:
-        copy, left = Path(folder) / "part.gguf", found.n_bytes
-        with open(found.path, "rb") as whole, open(copy, "wb") as file:
-            whole.seek(found.offset)
-            while left and (block := whole.read(min(left, _BLOCK))):
-                left -= file.write(block)
+        copy = Path(folder) / "part.gguf"
+        with open(copy, "wb") as file:
+            file.writelines(_blocks(found))
         yield copy
 
 

@@ -445,6 +445,29 @@ async def test_an_adapter_is_in_use_until_its_last_job_has_left_the_engine(tmp_p
         assert (await client.adapter_unload("a")).adapters == ()
 
 
+@pytest.mark.parametrize("request_", ["adapter_load", "save_kv", "set_budget"])
+@in_trio
+async def test_an_engine_at_work_over_a_request_is_left_in_peace(request_: str, tmp_path: Path) -> None:
+    """Its main thread is silent for longer than the limit of an idle engine, and then answers."""
+    (tmp_path / "a.gguf").touch()
+    async with launch(hang_idle_s=2.0) as client:
+        freeze(pid := await engine_pid(client))
+
+        async def ask() -> None:
+            if request_ == "adapter_load":
+                await client.adapter_load("a", tmp_path / "a.gguf")
+            elif request_ == "save_kv":
+                await client.save_kv("nobody", tmp_path / "nobody.kv")
+            else:
+                await client.set_budget(64, timeout_s=60)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(3.5)
+            thaw(pid)
+        assert await engine_pid(client) == pid
+
+
 @in_trio
 async def test_nothing_is_left_of_a_file_over_which_the_engine_dies(talking_model: Path, tmp_path: Path) -> None:
     patch = "import os\nfrom frameshard.engine import kvfile\nkvfile.write = lambda *_: os.kill(os.getpid(), 9)"

@@ -50,6 +50,18 @@ def test_answers_as_the_file_does(device: str, pak: Path, shallow_model: Path) -
     assert len(answers[0]) > 4
 
 
+def test_only_the_part_is_read_ahead(tmp_path: Path) -> None:
+    (tmp_path / "game.pak").write_bytes(bytes(6 << 20))
+
+    def n_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    for path, n_bytes in ((tmp_path / "game.pak", 6 << 20), (part(tmp_path / "game.pak", 32, 3 << 20), 3 << 20)):
+        before = n_read()
+        models.read_ahead(path)
+        assert 0 <= n_read() - before - n_bytes < 1 << 20
+
+
 def test_a_draft_model_may_be_packed_and_a_vision_tower_may_not(pak: Path, shallow_model: Path) -> None:
     packed = str(part(pak, OFFSET, shallow_model.stat().st_size))
     fields = {"device": "emulated", "n_ctx": 256, "n_parallel": 1, "n_threads": 1}

@@ -283,7 +283,12 @@ class Lease:
     def _busy(self) -> bool:
         """Whether the sidecar must not change the budget on its own: the lease is not active, or a host's change is not
         carried out yet."""
-        return self._state is not states.Lease.ACTIVE or any(not change.released for change in self._changes.values())
+        return self._state is not states.Lease.ACTIVE or self.changing
+
+    @property
+    def changing(self) -> bool:
+        """Whether a host's change is not carried out yet."""
+        return any(not change.released for change in self._changes.values())
 
     def _host_wanted(self) -> int:
         """The host budget that was asked for last; 0 for no limit."""

@@ -345,6 +345,9 @@ class Server:
     def engine_busy(self) -> bool:
         return self._jobs.running > 0
 
+    def engine_works(self) -> bool:
+        return self.engine_busy() or self._requests.in_main_thread or self._lease.changing
+
     def engine_changed(self) -> None:
         self._flush()
 

@@ -86,7 +86,12 @@ class Owner(Protocol):
 
     def engine_hibernated(self) -> None: ...
     def engine_off(self, error: FrameshardError) -> None: ...
-    def engine_busy(self) -> bool: ...
+    def engine_busy(self) -> bool:
+        """Whether the engine has jobs."""
+
+    def engine_works(self) -> bool:
+        """Whether the engine's main thread may be at work: over jobs, or over something else it was told to do."""
+
     def engine_woken(self) -> None: ...
     def engine_changed(self) -> None:
         """Called after any of the calls above: there may be something to send."""
@@ -399,7 +404,7 @@ class Supervisor:
                 if not _is_stopped(self.pid):  # before it is ready an engine sends nothing
                     self._still = 0
             else:
-                bound = self._config.hang_busy_s if self._owner.engine_busy() else self._config.hang_idle_s
+                bound = self._config.hang_busy_s if self._owner.engine_works() else self._config.hang_idle_s
                 if self._still == 1:
                     self.send(em.AskAlive())
             if self._still * WATCH_S > self._config.hang_still_s:

@@ -336,13 +336,10 @@ class Engine:
 
     def _read_adapter(self, runtime: Runtime, command: em.LoadAdapter) -> None:
         """[adapter thread] Checks an adapter's file and reads it into the page cache, so that the main thread loads it
-        fast. A part of a pak file is only checked."""
+        fast."""
         try:
             file = read_adapter(command.path, runtime.model_info)
-            if models.locate(command.path).n_bytes is None:
-                with open(command.path, "rb") as content:
-                    while content.read(1 << 20):
-                        pass
+            models.read_ahead(command.path)
         except Exception as error:
             why = m.ErrorInfo.of(internal(logger, f"the load of the adapter {command.name}", error))
             self._commands.put(lambda: self._link.send(em.Adapters(command.seq, error=why)))
