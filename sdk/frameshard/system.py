@@ -48,6 +48,9 @@ else:
     import fcntl
 
 _STATM = Path("/proc/self/statm")
+OPEN_MAX = 10240
+"""The file descriptors that macOS gives a process in any case, also where the limit is infinite."""
+
 PARENT_CHECK_S = 0.25
 ALONE_CHECK_S = 0.1
 DENIED_S = 2.0  # so long a file may be denied because it is being deleted
@@ -268,6 +271,16 @@ def memory() -> Iterator[Callable[[], int] | None]:
             yield resident
     else:
         yield None
+
+
+def max_files() -> int:
+    """The most file descriptors that this process may have."""
+    if sys.platform == "win32":
+        return sys.maxsize  # on Windows sockets do not use file descriptors
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return OPEN_MAX if most == resource.RLIM_INFINITY else most
 
 
 async def parent_has_ended() -> None:

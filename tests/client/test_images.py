@@ -9,12 +9,13 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import trio
 from PIL import Image
 
 import frameshard
@@ -22,7 +23,7 @@ from frameshard import errors, sync
 from frameshard.images import SharedImages
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
-from sidecars import in_trio, launch, raw_peer, until
+from sidecars import DEADLINE_S, GREEDY, in_trio, launch, raw_peer, until
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 SHORT = frameshard.Sampling(max_tokens=6, temperature=0.0)
@@ -120,17 +121,41 @@ async def test_images_of_all_kinds_reach_the_model(shallow_model: Path, mmproj_p
             os.kill(engine, signal.SIGKILL)
             assert (await stream.completed()).text == expected
         broker = (await client.stats()).broker.pid
-        await until(lambda: not any("frameshard-image" in name for name in open_files(broker)))
-        assert not [name for name in open_files(os.getpid()) if "frameshard-image" in name]
+        await until(lambda: not any("frameshard-image" in name for _, name in open_files(broker)))
+        assert not [name for _, name in open_files(os.getpid()) if "frameshard-image" in name]
 
 
-def open_files(pid: int) -> list[str]:
-    """What the descriptors of a process stand for."""
+def open_files(pid: int) -> list[tuple[int, str]]:
+    """The descriptors of a process, and what they stand for."""
     names = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # it is closed already, as that of the listing itself
-            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            names.append((int(fd), os.readlink(f"/proc/{pid}/fd/{fd}")))
     return names
+
+
+@in_trio
+async def test_images_that_wait_leave_descriptors_for_clients() -> None:
+    """At most a quarter of the broker's descriptors is for images, none of those that connections get first."""
+    image = b"\x89PNG" + bytes(20_000)
+    async with launch(engine=fake_engine(endless=True, delay_s=0.01)) as client, AsyncExitStack() as stack:
+        broker = client.info.pid
+        resource.prlimit(broker, resource.RLIMIT_NOFILE, (1024, 1024))
+        jobs = [client.complete("la", images=[image] * 8, sampling=GREEDY) for _ in range(33)]
+        for job in jobs[:32]:
+            await stack.enter_async_context(job)
+        with pytest.raises(errors.Overloaded, match="too many images wait"):
+            await jobs[32].completed()
+        held = [fd for fd, name in open_files(broker) if "frameshard-image" in name]
+        assert sorted(held) == list(range(768, 1024))
+        async with frameshard.connect(client.info) as other:
+            await other.stats()
+        await jobs[0].aclose()
+        with trio.fail_after(DEADLINE_S):
+            while True:  # until the broker knows that the first job has ended
+                with suppress(errors.Overloaded):
+                    await stack.enter_async_context(client.complete("la", images=[image] * 8, sampling=GREEDY))
+                    break
 
 
 @in_trio

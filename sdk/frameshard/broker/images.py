@@ -4,11 +4,15 @@ On Linux an image is a sealed memory file, which the client cannot change or shr
 only its seals and size; the engine reads the bytes. Elsewhere an image is a file in one directory of this user, so that
 no path makes the engine read another file. On Windows nobody can write to it while the broker keeps it open; on macOS
 the client must not change it before the job has ended.
+
+Images have the highest quarter of the file descriptors. So they leave enough for connections, and the lowest free
+descriptor, by which the listener notices a flood of connections, does not depend on them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -20,7 +24,7 @@ from frameshard import system
 from frameshard.errors import BadArgument, Overloaded
 from frameshard.wire import messages as m
 
-if sys.platform == "linux":
+if sys.platform != "win32":
     import fcntl
 
 MAX_HELD_BYTES = 1 << 30
@@ -30,6 +34,10 @@ _MEMORY_FILE = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 _NAME = re.compile(r"image-[0-9a-z]{1,64}")
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if sys.platform != "linux" else 0)
 """A link from /proc to a memory file must be followed."""
+
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+_TOO_MANY = "too many images wait: ask again when some jobs have ended"
 
 _CHANNELS = {"rgb": 3, "rgba": 4}
 
@@ -63,7 +71,7 @@ class Images:
         """Checks and keeps the images of a job.
 
         :raises BadArgument: an image does not match its fields; detail has ``index``.
-        :raises Overloaded: too many bytes of images are kept already.
+        :raises Overloaded: too many images, or too many bytes of them, are kept already.
         """
         held = HeldImages()
         with contextlib.ExitStack() as undo:
@@ -78,7 +86,7 @@ class Images:
         if not image.path:
             return image
         if self._held_bytes + n_bytes > MAX_HELD_BYTES:
-            raise Overloaded("too many images wait", max_bytes=MAX_HELD_BYTES)
+            raise Overloaded(_TOO_MANY, max_bytes=MAX_HELD_BYTES)
         path = _hold(index, image, held)
         self._held_bytes += n_bytes
         held.on_close.append(lambda: self._forget(n_bytes))
@@ -113,11 +121,14 @@ def _hold(index: int, image: m.Image, held: HeldImages) -> str:
     """Opens the shared memory of an image and checks it.
 
     :returns: the path for the engine.
+    :raises Overloaded: there is no descriptor for it.
     """
+    _check_path(index, image.path)
     try:
-        _check_path(index, image.path)
-        fd = system.open_to_read(image.path, _FLAGS)
+        fd = _raised(system.open_to_read(image.path, _FLAGS))
     except OSError as error:
+        if error.errno in _NO_DESCRIPTOR:
+            raise Overloaded(_TOO_MANY) from None
         raise _wrong(index, f"{image.path} cannot be opened: {error.strerror}") from None
     held.on_close.append(lambda: os.close(fd))
     state = os.fstat(fd)
@@ -126,6 +137,19 @@ def _hold(index: int, image: m.Image, held: HeldImages) -> str:
     if state.st_size < image.size:
         raise _wrong(index, f"the memory has {state.st_size} bytes, not {image.size}")
     return f"/proc/{os.getpid()}/fd/{fd}" if sys.platform == "linux" else image.path
+
+
+def _raised(fd: int) -> int:
+    """Moves a descriptor into the highest quarter.
+
+    :raises OSError: none is free there.
+    """
+    if sys.platform == "win32":
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, system.max_files() * 3 // 4)
+    finally:
+        os.close(fd)
 
 
 def _check_path(index: int, path: str) -> None:

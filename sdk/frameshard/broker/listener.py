@@ -94,7 +94,7 @@ class Listener:
         """Stops accepting connections while half of the descriptors are in use. Returns if they are still in use after
         `MAX_PAUSE_S`."""
         while True:
-            most = _max_files() // 2
+            most = system.max_files() // 2
             await trio.sleep(min(MEMORY_CHECK_S, most / ACCEPTS_PER_S))
             if _files_in_use() >= most:
                 logger.warning("too many connections: no new ones are accepted for now")
@@ -179,15 +179,6 @@ async def _memory_has_grown() -> None:
         while memory() < most:
             await trio.sleep(MEMORY_CHECK_S)
     logger.warning("a client fills this process's memory")
-
-
-def _max_files() -> int:
-    """The most file descriptors that this process may have."""
-    if sys.platform == "win32":
-        return sys.maxsize  # on Windows sockets do not use file descriptors
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _files_in_use() -> int:
