@@ -167,10 +167,15 @@ async def test_a_launch_says_what_else_has_written_to_the_output(
 @in_trio
 async def test_the_log_goes_where_it_was_sent(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
-        async with launch(log=log.fileno(), engine=fake_engine(crash_at_token=3)) as client:
+        async with launch(log=log.fileno(), engine=fake_engine(crash_at_token=3), name="game") as client:
+            await client.set_budget(60.5, state="parked", reason="a\nb")
+            await client.set_budget(0)
             with pytest.raises(errors.EngineDied):
                 await client.complete("a b c d e").completed()
-        assert "sidecar: WARNING: the engine ended (signal 9)" in (tmp_path / "log").read_text()
+        text = (tmp_path / "log").read_text()
+        assert "sidecar: WARNING: the engine ended (signal 9)" in text
+        assert "sidecar: INFO: 'game' sets the VRAM budget to 60.5 MiB, parked; reason: 'a\\nb'\n" in text
+        assert "sidecar: INFO: 'game' sets the VRAM budget to no limit, active; reason: ''\n" in text
     with pytest.raises(errors.BadArgument):
         async with launch(log=10**6):
             pass

@@ -134,6 +134,10 @@ class Server:
         self._notify(m.Notice(self._epoch, "http", 0, pause_s, detail))
         self._flush()
 
+    def held_bytes(self) -> int:
+        """The bytes of what was asked in the open jobs."""
+        return self._jobs.held_bytes
+
     def disconnected(self) -> None:
         """To be called when the socket was closed with all its connections. A new socket follows."""
         self._socket = None
@@ -268,6 +272,8 @@ class Server:
                 self._requests.carry_out(session.connection, request)
                 if isinstance(request, m.Submit) and request.deadline_ms:
                     self._deadline.set()
+                elif isinstance(request, m.BudgetSet):
+                    _log_change(session.client, request)
         except Exception as error:
             why = internal(logger, f"the request {type(request).__name__}", error)
             session.connection.refuse(None if isinstance(request, m.Credit) else request.id, why)
@@ -413,3 +419,8 @@ class Server:
                 session.reachable = False
                 return
             connection.sent()
+
+
+def _log_change(client: str, request: m.BudgetSet) -> None:
+    budget = f"{request.vram_budget_bytes / (1 << 20):g} MiB" if request.vram_budget_bytes else "no limit"
+    logger.info("%r sets the VRAM budget to %s, %s; reason: %r", client, budget, request.state, request.reason)
