@@ -101,7 +101,7 @@ class Play:
         open_jobs = self.jobs._jobs.values()
         first = self.jobs._jobs[command.job]
         busy = {job.conversation for job in open_jobs if job.at_engine and job is not first}
-        busy |= set(self.jobs._leaving.values())
+        busy |= {job.conversation for job in self.jobs._leaving.values()}
         for job in open_jobs:
             if job.at_engine and job is not first:
                 continue
@@ -172,6 +172,7 @@ def test_the_order_holds_and_no_job_starves(seed: int) -> None:
         play.check_slots()
         assert play.now < 3600, f"these starve: {play.asked.keys()}"
     assert len(play.ends) == N_JOBS
+    assert play.jobs.held_bytes == 0
     kinds = {type(event) for event in play.ends.values()}
     assert kinds == {m.Done, m.Failed, m.Cancelled}
     assert max(play.overtaken.values()) <= MOST_OVERTAKEN

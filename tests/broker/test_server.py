@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import socket
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import frameshard
 from frameshard import client as client_module
 from frameshard import errors
 from frameshard.broker import endpoint as places
+from frameshard.broker import listener as listener_module
 from frameshard.broker.listener import GROWTH_BYTES, Listener
 from frameshard.broker.server import Server
 from frameshard.testing import fake_engine
@@ -647,6 +648,42 @@ async def test_when_memory_fills_up_all_connections_are_dropped_and_resumed(tmp_
             nursery.cancel_scope.cancel()
     finally:
         listener.close()
+
+
+@in_trio
+async def test_what_jobs_hold_is_no_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory counts once more after they have ended, because the process may keep it."""
+    memory, held, looks = 50 << 20, 0, 0
+
+    def held_bytes() -> int:
+        nonlocal looks
+        looks += 1
+        return held
+
+    async def look() -> None:
+        before = looks
+        while looks < before + 3:
+            await trio.sleep(0.01)
+
+    monkeypatch.setattr(listener_module.system, "memory", lambda: nullcontext(lambda: memory))
+    ended = trio.Event()
+
+    async def watch() -> None:
+        await listener_module._memory_has_grown(held_bytes)
+        ended.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        await look()
+        held = 400 << 20
+        await look()
+        memory += held + GROWTH_BYTES - 1
+        await look()
+        held = 0
+        await look()
+        assert not ended.is_set()
+        memory += 1
+        await ended.wait()
 
 
 @in_trio

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections.abc import Sequence
 
 from frameshard.broker import fallback
@@ -68,6 +69,8 @@ class Jobs:
         self._images = Images()
         self._departures = Departures(model)
         self._off: FrameshardError | None = None
+        self.held_bytes = 0
+        """The bytes of the requests of all jobs."""
         self.commands: list[em.Command] = []
         """Commands for the engine, in order. The caller removes them."""
 
@@ -128,6 +131,7 @@ class Jobs:
         away = Away(self.may_go(request))
         job = Job(self._numbers, connection, request, seed, wanted, due, images=images, away=away)
         self._jobs[self._numbers] = job
+        self.held_bytes += _size(request)
         connection.open(request.job, request.timeline, request.window)
         self._fill_slots()
         return job.number
@@ -515,5 +519,12 @@ class Jobs:
 
     def _forget(self, job: Job) -> None:
         del self._jobs[job.number]
+        self.held_bytes -= _size(job.request)
         self._departures.forget(job)
         job.images.close()
+
+
+def _size(request: m.Submit) -> int:
+    """The bytes of a request's texts and of the images in it."""
+    parts = (request.prompt, *(each.content for each in request.messages), *(each.data for each in request.images))
+    return sum(map(sys.getsizeof, parts))

@@ -36,7 +36,7 @@ logger = logging.getLogger("frameshard.broker")
 
 LINGER_MS = 200
 GROWTH_BYTES = 256 << 20
-"""If the process grows by this much, a peer is filling its memory: ordinary clients need less."""
+"""If the process grows by this much beyond what jobs hold, a peer is filling its memory: ordinary clients need less."""
 
 MEMORY_CHECK_S = 0.1
 PAUSE_S = 0.5
@@ -73,7 +73,11 @@ class Listener:
         while True:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._authenticate, Socket(self._zap, max_parts=7))
-                for end in (partial(server.receive, Socket(self._router)), _memory_has_grown, self._files_stay_in_use):
+                for end in (
+                    partial(server.receive, Socket(self._router)),
+                    partial(_memory_has_grown, server.held_bytes),
+                    self._files_stay_in_use,
+                ):
                     nursery.start_soon(_until, end, nursery.cancel_scope)
             logger.warning("all connections are closed")
             server.disconnected()
@@ -171,14 +175,22 @@ async def _until(end: Callable[[], Awaitable[None]], scope: trio.CancelScope) ->
     scope.cancel()
 
 
-async def _memory_has_grown() -> None:
+async def _memory_has_grown(held_bytes: Callable[[], int]) -> None:
+    """
+    :param held_bytes: what the open jobs hold. The process may keep its memory after they have ended.
+    """
     with system.memory() as memory:
         if memory is None:
             await trio.sleep_forever()
-        most = memory() + GROWTH_BYTES
-        while memory() < most:
+        most_held = held_bytes()
+        start = memory() - most_held
+        while memory() < start + GROWTH_BYTES + most_held:
             await trio.sleep(MEMORY_CHECK_S)
-    logger.warning("a client fills this process's memory")
+            most_held = max(most_held, held_bytes())
+    logger.warning(
+        "this process has grown by %d MiB more than its jobs need: a client may be filling its memory",
+        GROWTH_BYTES >> 20,
+    )
 
 
 def _files_in_use() -> int:
