@@ -102,14 +102,7 @@ fsd_status Device::commit(std::string &why) {
     if (ring.wanted == 0) {
         ring.wanted = 3 * layout.min_ring;
     }
-    std::vector<size_t> asked;
-    for (const Buffer *b : buffers) {
-        if (!b->weights && !b->kv) {
-            asked.push_back(b->size);
-        }
-    }
-    const uint64_t fixed = fixed_bytes(layout, ledger.overhead(), asked) - graph_bytes() + floor_graph_bytes();
-    set_limits(fixed);
+    update_floor();
     if (ledger.floor() > ledger.budget()) {
         why = "a VRAM budget of " + std::to_string(ledger.budget() >> 20) +
               " MiB is below the floor: this model and context need at least " +
@@ -279,10 +272,21 @@ Residency Device::residency_at(uint64_t fixed) const {
     return residency(ledger.budget(), fixed, l.min_ring, ring.wanted, l.slab_sizes, l.sizes.unit_bytes);
 }
 
+uint64_t Device::fixed_without_graphs() const {
+    if (committed) {
+        return ledger.fixed() - ledger.used(Use::kv) - ledger.used(Use::graph) - ledger.used(Use::pool);
+    }
+    std::vector<size_t> asked;
+    for (const Buffer *b : buffers) {
+        if (!b->weights && !b->kv) {
+            asked.push_back(b->size);
+        }
+    }
+    return fixed_bytes(weights.layout, ledger.overhead(), asked) - graph_bytes();
+}
+
 void Device::update_floor() {
-    const uint64_t held = ledger.used(Use::kv) + ledger.used(Use::graph) + ledger.used(Use::pool);
-    const uint64_t fixed = ledger.fixed() - held + floor_graph_bytes();
-    set_limits(fixed);
+    set_limits(fixed_without_graphs() + floor_graph_bytes());
     count_graph_memory();
 }
 

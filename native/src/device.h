@@ -139,6 +139,7 @@ struct Device {
     bool graphs_fit(uint64_t budget) const;
     bool graph_in_use() const;
     void drop_pool();
+    uint64_t fixed_without_graphs() const; // parked, or before commit: what will be held
     void set_limits(uint64_t fixed);
 
     uint64_t graph_bytes_before = 0; // the most so far

@@ -51,7 +51,7 @@ static void buffer_free(ggml_backend_buffer_t b) {
     }
     d.buffers.erase(std::remove(d.buffers.begin(), d.buffers.end(), c), d.buffers.end());
     d.forget_graph_bytes();
-    if (d.committed) {
+    if (d.committed || d.parked) {
         d.update_floor();
     }
     delete c;
@@ -217,7 +217,7 @@ static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t 
     }
     c->late = d.committed;
     d.buffers.push_back(c.get());
-    if (d.committed) {
+    if (d.committed || d.parked) {
         d.update_floor();
     } else {
         d.count_graph_memory();

@@ -764,7 +764,8 @@ class Client:
         :raises BadModel: the file is damaged, is not a LoRA adapter, or is for another model.
         :raises Unsupported: this kind of adapter cannot be applied.
         :raises BudgetBelowFloor: the VRAM budget has no room for it; nothing changes.
-        :raises BadArgument: another file is loaded under this name, or too many adapters are loaded.
+        :raises BadArgument: another file is loaded under this name, too many adapters are loaded, or the sidecar is
+            parked.
         :raises EngineDied: no engine is running, as while the lease is hibernated.
         """
         absolute = _absolute(path, "path")

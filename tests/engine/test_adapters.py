@@ -64,6 +64,24 @@ def test_a_plan_counts_adapters(tiny_model: Callable[[str], Path], adapters: Cal
     assert size / 2 < grown < size + (4 << 20)  # and what compute buffers may grow by
 
 
+@in_trio
+async def test_an_adapter_that_is_unloaded_while_parked_is_not_in_the_floor(
+    tiny_model: Callable[[str], Path], adapters: Callable[..., dict[str, Path]]
+) -> None:
+    files = adapters("llama", (128, 4))
+    launch = frameshard.launch(
+        tiny_model("llama"), device="emulated", n_ctx=256, n_parallel=1, adapters={"b": files["b"]}
+    )
+    async with launch as client:
+        floor = (await client.stats()).engine["floor_bytes"]
+        assert (await client.adapter_load("a", files["a"])).floor_bytes > floor
+        await client.set_budget(0, state="parked", timeout_s=60)
+        unloaded = (await client.adapter_unload("a")).floor_bytes
+        assert (await client.set_budget(unloaded / MIB, timeout_s=60)).vram_budget_bytes == unloaded
+        assert (await client.stats()).engine["floor_bytes"] == unloaded
+        assert await alone(client, "Once upon", adapters={"b": 1.0})
+
+
 def text(n: int = 24, **options: Any) -> dict[str, Any]:
     return {"sampling": frameshard.Sampling(max_tokens=n, temperature=0.0), **options}
 
