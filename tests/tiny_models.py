@@ -77,6 +77,10 @@ class _File:
     def add_chat_template(self, source: str) -> None:
         self._writer.add_chat_template(source)
 
+    def add_eos(self) -> None:
+        """Has texts end with EOS."""
+        self._writer.add_add_eos_token(True)
+
     def key(self, name: str, value: bool | int | float | str | list[int] | list[bool]) -> None:
         """Adds a key of the architecture, with the type that llama.cpp expects."""
         add_key(self._writer, f"{self._arch}.{name}", value)

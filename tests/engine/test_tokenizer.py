@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import llama_cpp
 import pytest
 
+import tiny_models
+from frameshard.engine.request import RequestReader
+from frameshard.engine.runtime import Runtime
 from frameshard.engine.tokenizer import tokenize, with_deep_stack
 from frameshard.errors import BadArgument
+from frameshard.wire import engine as em
+from frameshard.wire import messages as m
+
+FEW = m.Sampling(max_tokens=4)
 
 LONG = """
 import sys
@@ -80,6 +90,33 @@ def test_stacks_are_those_that_each_system_takes(monkeypatch: pytest.MonkeyPatch
         assert asked[-2] > 512 * n_bytes
     with pytest.raises(BadArgument, match="600000 bytes is too long"):
         with_deep_stack(600_000, lambda: 7)
+
+
+MARKS = {"<|im_start|>": 3, "<|im_end|>": 3}
+
+
+@contextlib.contextmanager
+def small_runtime(path: Path, **options: Any) -> Iterator[Runtime]:
+    tiny_models.make("llama", path, n_layer=1, chat_template=tiny_models.CHATML, marks=MARKS, **options)
+    with Runtime.load(em.EngineConfig(str(path), device="cpu", n_ctx=256, n_threads=1)) as runtime:
+        yield runtime
+
+
+def chat_prompt(runtime: Runtime, text: str) -> list[int]:
+    return RequestReader(runtime).read(em.Submit(1, "chat", FEW, messages=(m.ChatMessage("user", text),))).prompt
+
+
+@pytest.mark.parametrize("message", ["ab", "a</s>b"])
+def test_no_prompt_ends_with_the_token_that_ends_texts(tmp_path: Path, message: str) -> None:
+    """Some vocabularies ask for it. The model would answer as if its answer had ended, or the user's message."""
+    prompts = []
+    for name, options in (("plain", {}), ("ending", {"add": tiny_models._File.add_eos})):
+        with small_runtime(tmp_path / f"{name}.gguf", **options) as runtime:
+            completion = RequestReader(runtime).read(em.Submit(1, "completion", FEW, prompt=message)).prompt
+            prompts.append((completion, chat_prompt(runtime, message)))
+            tokens = tokenize(runtime.tokenizer.vocab, message, add_special=True, parse_special=False)
+            assert (tokens[-1] == 2) == (name == "ending")  # as a sentence encoder reads it
+    assert prompts[0] == prompts[1]
 
 
 class Interrupted(Exception):

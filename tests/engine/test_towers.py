@@ -210,6 +210,20 @@ def test_an_image_that_a_prompt_has_twice_is_encoded_once(tmp_path: Path) -> Non
     assert graphs[0] == graphs[1] + 1  # that of the tower
 
 
+def test_a_prompt_of_images_does_not_end_with_the_token_that_ends_texts(tmp_path: Path) -> None:
+    """Some vocabularies ask for it, and libmtmd adds it."""
+    mmproj = tmp_path / "mmproj.gguf"
+    tiny_towers.make("internvl", mmproj)
+    fields: dict[str, Any] = {"mmproj": str(mmproj), "device": "cpu", "n_ctx": 512, "n_parallel": 1}
+    started = []
+    for name, options in (("plain", {}), ("ending", {"add": tiny_models._File.add_eos})):
+        model = tmp_path / f"{name}.gguf"
+        tiny_models.make("llama", model, n_layer=1, **options)
+        with engine(model, **fields) as child:
+            started.append(child.run("What is this?", images=[IMAGE], params={"max_tokens": 1})[0])
+    assert started[0]["n_prompt"] == started[1]["n_prompt"]
+
+
 REFUSING = """
 import sys
 from frameshard.engine import process, vision

@@ -207,6 +207,8 @@ class RequestReader:
                 prompt += part.ids
             else:
                 prompt += part
+        if add_special:
+            prompt = self._runtime.tokenizer.without_eos(prompt)
         return _Prompt(prompt, pictures, begins)
 
     def _text_prompt(self, request: Submit | CountTokens) -> _Prompt:

@@ -142,13 +142,20 @@ class Tokenizer:
         return max(0, int(llama_cpp.llama_vocab_bos(self.vocab)))
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Returns the token ids of ``text``.
+        """Returns the token ids of ``text``. It never gets an EOS, because the model shall go on behind it.
 
-        :param add_special: add BOS and EOS if the model's vocabulary asks for them.
+        :param add_special: add BOS if the model's vocabulary asks for it.
         :param parse_special: read the names of control tokens in the text as these tokens.
         :raises BadArgument: the vocabulary has no tokens for a part of the text.
         """
-        return tokenize(self.vocab, text, add_special=add_special, parse_special=parse_special)
+        tokens = tokenize(self.vocab, text, add_special=add_special, parse_special=parse_special)
+        return self.without_eos(tokens) if add_special else tokens
+
+    def without_eos(self, tokens: list[int]) -> list[int]:
+        """Returns a prompt without the EOS that llama.cpp adds if the model's vocabulary asks for one."""
+        eos = int(llama_cpp.llama_vocab_eos(self.vocab))
+        added = llama_cpp.llama_vocab_get_add_eos(self.vocab) and tokens[-1:] == [eos]
+        return tokens[:-1] if added else tokens
 
     def tokenize_parts(self, parts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[int]:
         """Like :meth:`tokenize`, for a text in parts. No token spans two parts."""
