@@ -16,7 +16,7 @@ TYPES = MODULE / "Public" / "FrameshardTypes.h"
 SETTINGS = MODULE / "Public" / "FrameshardSettings.h"
 OPTIONS = MODULE / "Private" / "FrameshardOptions.h"
 
-ENUMS = ("LeaseState", "Decision", "NoticeKind", "Reason", "Phase", "LoadingStage", "ImageFormat", "SchedulingMode")
+ENUMS = ("LeaseState", "EngineState", "Decision", "NoticeKind", "Reason", "Phase", "LoadingStage", "ImageFormat", "SchedulingMode")
 # People set these in MiB.
 SIZES = {
     "vram_budget_bytes": "VramBudgetMb",
@@ -25,6 +25,7 @@ SIZES = {
     "host_budget_bytes": "HostBudgetMb",
 }
 PATHS = ("model", "mmproj", "draft_model", "embedder")  # may begin in the project's Content folder
+SAVED = ("connect_file", "fallback_key_file")  # may begin in the project's Saved folder
 COMMON = ("model", "mmproj", "device", "vram_budget_bytes", "n_ctx", "n_parallel")  # others are under "Advanced"
 
 # A game that has set nothing keeps VRAM for itself.
@@ -146,9 +147,12 @@ def _fill(struct: for_c.Struct, source: str) -> str:
                 value = f"{given} < 0 ? -1 : static_cast<decltype({member})>({value})"
         elif field["name"] in PATHS:
             value = f"Texts.Path({given})"
+        elif field["name"] in SAVED:
+            value = f"Texts.Saved({given})"
         elif field["type"] == "array":
             lines.append(f"\tMade.n_{field['name']} = static_cast<decltype(Made.n_{field['name']})>({given}.Num());")
-            value = f"Texts.{'Records' if 'record' in field['items'] else 'List'}({given})"
+            kind = "Records" if "record" in field["items"] else "Adapters" if field["name"] == "adapters" else "List"
+            value = f"Texts.{kind}({given})"
         elif field["type"] in ("text", "word") and not _enumeration(field):
             value = f"Texts.Text({given})"
         elif field.get("nullable"):

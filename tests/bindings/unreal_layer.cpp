@@ -11,6 +11,7 @@
 
 #include "FrameshardAsyncActions.h"
 #include "FrameshardNpcComponent.h"
+#include "FrameshardOptions.h"
 #include "FrameshardSettings.h"
 #include "FrameshardSubsystem.h"
 #include "FrameshardText.h"
@@ -67,6 +68,7 @@ void call_tools(UFrameshardSubsystem &sidecar, UWorld &world) {
     npc.OnError.Listeners.push_back([&](const FString &, int32 code) { errors += code == FS_BAD_ARGUMENT; });
     npc.Ask(TEXT("What does an ale cost?"));
     play(sidecar, [&] { return !npc.IsSpeaking(); });
+    sidecar.Tick(0); // errors of a call come in the frame after it
     check("calls a tool", calls > 0 && right == calls && reason == EFrameshardReason::ToolCalls);
     check("refuses results before the answer has ended", errors == calls);
 
@@ -112,6 +114,100 @@ void call_tools(UFrameshardSubsystem &sidecar, UWorld &world) {
     check("a node goes on with results", completed == 2);
 }
 
+/* What a game hears that has no sidecar. */
+void play_without_a_sidecar(UFrameshardSettings &settings) {
+    FSubsystemCollectionBase collection;
+    UFrameshardSubsystem sidecar;
+    UGameInstance instance;
+    UWorld world;
+    AActor actor;
+    instance.Subsystem = &sidecar;
+    world.Instance = &instance;
+    check("starts", sidecar.ShouldCreateSubsystem(&instance));
+    instance.Dedicated = true;
+    check("does not start on a dedicated server", !sidecar.ShouldCreateSubsystem(&instance));
+
+    settings.NCtx = 0;
+    sidecar.Initialize(collection);
+    settings.NCtx = 4096;
+    FString reason;
+    int errors = 0;
+    sidecar.OnError.Listeners.push_back([&](const FString &message, int32) { reason = message, ++errors; });
+    sidecar.Tick(0);
+    check("says why the launch at start has failed", FrameshardUtf8(reason).find("n_ctx") != std::string::npos);
+
+    UFrameshardNpcComponent npc;
+    npc.Owner = &actor;
+    npc.World = &world;
+    int tries = 0;
+    npc.OnError.Listeners.push_back([&](const FString &message, int32) {
+        reason = message;
+        ++tries;
+        npc.Ask(TEXT("again")); // would be an endless recursion
+    });
+    npc.Ask(TEXT("Hello?"));
+    sidecar.Tick(0);
+    sidecar.Tick(0);
+    check("a retry waits for the next frame", tries == 2);
+    check("a question says why, too", FrameshardUtf8(reason).find("n_ctx") != std::string::npos);
+    npc.OnError.Listeners.clear();
+
+    errors = 0;
+    int answers = 0;
+    sidecar.OnKv.Listeners.push_back([&](const FFrameshardKv &) { ++answers; });
+    sidecar.SaveKv(TEXT("Mira"), TEXT("mira.kv"));
+    sidecar.LoadKv(TEXT("mira.kv"), TEXT("Mira"));
+    sidecar.LoadAdapter(TEXT("accent"), TEXT("accent.gguf"));
+    sidecar.UnloadAdapter(TEXT("accent"));
+    sidecar.SetPacing(EFrameshardSchedulingMode::Balance, 0);
+    sidecar.Forget(TEXT("Mira"));
+    sidecar.History(TEXT("Mira"));
+    sidecar.SetPriority(3, 2); // of a job that has ended
+    sidecar.Tick(0);
+    check("refuses every request", errors == 7 && answers == 0);
+    sidecar.Deinitialize();
+}
+
+void refuse_frame_times(UFrameshardSubsystem &sidecar, UFrameshardSettings &settings) {
+    int refused = 0, ready = 0, lost = 0;
+    sidecar.OnReady.Listeners.push_back([&] { ++ready; });
+    sidecar.OnError.Listeners.push_back([&](const FString &message, int32 code) {
+        refused += code == FS_BAD_ARGUMENT && FrameshardUtf8(message).find("target_frame_s") != std::string::npos;
+        ++lost;
+    });
+    settings.TargetFrameMs = 20000;
+    settings.EventsPerFrame = 0; // is 1
+    sidecar.Launch();
+    play(sidecar, [&] { return refused > 0; });
+    settings.TargetFrameMs = 16.7;
+    settings.EventsPerFrame = 64;
+    check("refuses a frame time out of range", ready == 1 && refused == 1 && lost == 1);
+    sidecar.OnReady.Listeners.pop_back();
+    sidecar.OnError.Listeners.pop_back();
+}
+
+/* Requests whose session is closed get an error each, and a path in the project's Saved folder is resolved. */
+void close_with_requests(UFrameshardSubsystem &sidecar) {
+    int closed = 0, answers = 0;
+    sidecar.OnError.Listeners.push_back([&](const FString &, int32 code) { closed += code == FS_CANCELLED; });
+    sidecar.OnKv.Listeners.push_back([&](const FFrameshardKv &) { ++answers; });
+    sidecar.SaveKv(TEXT("Mira"), TEXT("mira.kv"));
+    sidecar.UnloadAdapter(TEXT("accent"));
+    sidecar.Close();
+    sidecar.Tick(0);
+    check("a close answers requests", closed == 2 && answers == 0);
+    FFrameshardTexts texts;
+    TArray<FString> adapters;
+    adapters.Add(TEXT("mira=npc/mira.gguf"));
+    adapters.Add(TEXT("nonsense"));
+    const char *const *made = texts.Adapters(adapters);
+    check("resolves paths", std::string(made[0]) == "mira=/nowhere/Content/npc/mira.gguf" &&
+                                std::string(made[1]) == "nonsense" &&
+                                std::string(texts.Saved(TEXT("a.kv"))) == "/nowhere/Saved/a.kv");
+    sidecar.OnError.Listeners.pop_back();
+    sidecar.OnKv.Listeners.pop_back();
+}
+
 } // namespace
 
 int main(int argc, char **argv) {
@@ -129,6 +225,7 @@ int main(int argc, char **argv) {
     settings->KvType = TEXT("f16");
     settings->NThreads = 1;
     settings->VramBudgetMb = 0;
+    play_without_a_sidecar(*settings);
     FSubsystemCollectionBase collection;
     UFrameshardSubsystem sidecar;
     UGameInstance instance;
@@ -162,7 +259,8 @@ int main(int argc, char **argv) {
     check("is ready", ready == 1 && sidecar.IsReady());
     check("answers", answers == 1 && !answer.IsEmpty() && answer == token && sentences > 0 && !npc->IsSpeaking());
 
-    const FString mira = TEXT("Mira");
+    const FString mira = npc->GetConversation();
+    check("names a conversation by the actor's path", mira == TEXT("/Game/Town.Town:PersistentLevel.Mira"));
     const TArray<uint8> saved = sidecar.Save(mira);
     sidecar.Forget(mira);
     check("forgets", sidecar.History(mira).Num() == 1); // the persona stays
@@ -175,7 +273,9 @@ int main(int argc, char **argv) {
     sidecar.OnError.Listeners.push_back([&](const FString &, int32 code) { bad += code == FS_BAD_SAVE; });
     TArray<uint8> damaged;
     damaged.Append(saved.GetData(), saved.Num() - 1);
-    check("refuses a damaged save", !sidecar.Load(damaged, mira, loaded) && bad == 1);
+    check("refuses a damaged save", !sidecar.Load(damaged, mira, loaded) && bad == 0);
+    sidecar.Tick(0);
+    check("says so in the next frame", bad == 1);
     lost = 0;
 
     UFrameshardSetLeaseAsync *budget = UFrameshardSetLeaseAsync::SetFrameshardVramBudget(npc.get(), 1);
@@ -304,10 +404,27 @@ int main(int argc, char **argv) {
     play(sidecar, [&] { return cancelled != 0; });
     check("a node is cancelled", cancelled == FS_CANCELLED && node->Ready);
 
+    refuse_frame_times(sidecar, *settings);
+    close_with_requests(sidecar);
+    lost = 0;
+
     npc->Ask(TEXT("Goodbye!"));
     npc->EndPlay(EEndPlayReason::Destroyed);
     npc.reset(); // nothing may call the component after this
+    UFrameshardNpcComponent last;
+    last.Owner = &actor;
+    last.World = &world;
+    last.OnError.Listeners.push_back([&](const FString &, int32) {
+        sidecar.Launch(); // too late: the game ends
+        last.Ask(TEXT("Still there?"));
+    });
+    last.Ask(TEXT("Hello?"));
+    lost = 0;
     sidecar.Deinitialize();
-    check("ends in good order", lost == 0 && errors == 0 && !sidecar.IsReady());
+    sidecar.Launch();
+    sidecar.Connect(TEXT("connect.json"));
+    check("ends in good order", errors == 0 && !sidecar.IsReady());
+    instance.Subsystem = nullptr;
+    last.Ask(TEXT("Is there no sidecar at all?"));
     return failed != 0;
 }

@@ -166,6 +166,11 @@ class UObject {
     virtual ~UObject() = default;
     virtual UWorld *GetWorld() const { return nullptr; }
     FString GetName() const { return Name; }
+    FString GetPathName() const {
+        FString Path = TEXT("/Game/UEDPIE_0_Town.Town:PersistentLevel.");
+        Path += Name;
+        return Path;
+    }
     bool IsTemplate() const { return false; }
     template <class T> T *CreateDefaultSubobject(FName);
 
@@ -189,6 +194,8 @@ template <class T> class TWeakObjectPtr {
     T *Object_ = nullptr;
     std::weak_ptr<int> Alive;
 };
+
+template <class T> T *CastChecked(UObject *Object) { return static_cast<T *>(Object); }
 
 template <class T> T *NewObject() {
     static std::vector<std::unique_ptr<T>> Made; // keeps objects alive, as Unreal's garbage collector does

@@ -17,7 +17,7 @@ UFrameshardSubsystem* SidecarOf(UObject* WorldContextObject)
 	return Instance ? Instance->GetSubsystem<UFrameshardSubsystem>() : nullptr;
 }
 
-const TCHAR* const NoGame = TEXT("there is no game instance");
+const TCHAR* const NoGame = TEXT("there is no game instance with a sidecar");
 }
 
 UFrameshardAskAsync* UFrameshardAskAsync::AskFrameshard(
@@ -108,10 +108,25 @@ void UFrameshardAskAsync::Activate()
 		Code = bGivesResults ? Sidecar->ToolResults(Given, AskParams, std::move(Listener), Job, Error)
 		                     : Sidecar->Ask(Question, AskParams, std::move(Listener), Job, Error);
 	}
-	if (Code != FS_OK)
+	if (Code == FS_OK)
 	{
-		OnFailed.Broadcast(Error, Code);
-		SetReadyToDestroy();
+		return;
+	}
+	auto Tell = [Weak, Error, Code]
+	{
+		if (UFrameshardAskAsync* Self = Weak.Get())
+		{
+			Self->OnFailed.Broadcast(Error, Code);
+			Self->SetReadyToDestroy();
+		}
+	};
+	if (Sidecar.IsValid())
+	{
+		Sidecar->Later(Tell);
+	}
+	else
+	{
+		Tell();
 	}
 }
 

@@ -30,7 +30,7 @@ void UFrameshardNpcComponent::GiveToolResults(const TMap<FString, FString>& Resu
 {
 	if (IsSpeaking()) // its end may be polled already, so the library does not always refuse this
 	{
-		OnError.Broadcast(TEXT("the answer with the calls has not ended"), FS_BAD_ARGUMENT);
+		Fail(TEXT("the answer with the calls has not ended"), FS_BAD_ARGUMENT);
 		return;
 	}
 	Start([&Results](UFrameshardSubsystem& Sidecar, const FFrameshardAskParams& Asked, FFrameshardListener Listener,
@@ -44,14 +44,11 @@ void UFrameshardNpcComponent::Start(const std::function<int32(UFrameshardSubsyst
 	UFrameshardSubsystem* Sidecar = SidecarOf(*this);
 	if (!Sidecar)
 	{
-		OnError.Broadcast(TEXT("there is no game instance"), FS_CONNECTION_LOST);
+		Fail(TEXT("there is no game instance with a sidecar"), FS_CONNECTION_LOST);
 		return;
 	}
 	FFrameshardAskParams Asked = Params;
-	if (Asked.Conversation.IsEmpty() && GetOwner())
-	{
-		Asked.Conversation = GetOwner()->GetName();
-	}
+	Asked.Conversation = GetConversation();
 
 	const TWeakObjectPtr<UFrameshardNpcComponent> Weak(this);
 	const int32 Mine = Question;
@@ -127,8 +124,42 @@ void UFrameshardNpcComponent::Start(const std::function<int32(UFrameshardSubsyst
 	}
 	else
 	{
-		OnError.Broadcast(Error, Code);
+		Fail(Error, Code);
 	}
+}
+
+void UFrameshardNpcComponent::Fail(const FString& Message, int32 Code)
+{
+	const TWeakObjectPtr<UFrameshardNpcComponent> Weak(this);
+	auto Tell = [Weak, Message, Code]
+	{
+		if (UFrameshardNpcComponent* Self = Weak.Get())
+		{
+			Self->OnError.Broadcast(Message, Code);
+		}
+	};
+	if (UFrameshardSubsystem* Sidecar = SidecarOf(*this))
+	{
+		Sidecar->Later(Tell);
+	}
+	else if (!bTelling) // a listener that asks again is being told already
+	{
+		bTelling = true;
+		Tell();
+		if (Weak.IsValid())
+		{
+			bTelling = false;
+		}
+	}
+}
+
+FString UFrameshardNpcComponent::GetConversation() const
+{
+	if (!Params.Conversation.IsEmpty() || !GetOwner())
+	{
+		return Params.Conversation;
+	}
+	return UWorld::RemovePIEPrefix(GetOwner()->GetPathName()); // names are unique only within a level
 }
 
 void UFrameshardNpcComponent::StopGeneration()

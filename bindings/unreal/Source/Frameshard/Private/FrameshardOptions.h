@@ -21,11 +21,30 @@ public:
 		return Value.IsEmpty() ? nullptr : Kept.emplace_back(FrameshardUtf8(Value)).c_str();
 	}
 
-	/** Converts a path, which may be relative to the project's Content folder. */
+	/** Converts a path of what the game ships, which may be relative to the project's Content folder. */
 	const char* Path(const FString& Value)
 	{
-		const FString Content = FPaths::ConvertRelativePathToFull(FPaths::ProjectContentDir());
-		return Value.IsEmpty() ? nullptr : Text(FPaths::ConvertRelativePathToFull(Content, Value));
+		return In(FPaths::ProjectContentDir(), Value);
+	}
+
+	/** Converts a path of what is written or private, which may be relative to the project's Saved folder. */
+	const char* Saved(const FString& Value)
+	{
+		return In(FPaths::ProjectSavedDir(), Value);
+	}
+
+	/** Converts NAME=PATH, with a path as of Path. */
+	const char* const* Adapters(const TArray<FString>& Values)
+	{
+		TArray<FString> Made;
+		for (const FString& Value : Values)
+		{
+			const std::string Given = FrameshardUtf8(Value);
+			const size_t Start = Given.find('=') + 1; // 0: the library refuses it
+			const char* File = Start == 0 ? nullptr : Path(FrameshardText(std::string_view(Given).substr(Start)));
+			Made.Add(File ? FrameshardText(Given.substr(0, Start) + File) : Value);
+		}
+		return List(Made);
 	}
 
 	const char* const* List(const TArray<FString>& Values)
@@ -59,6 +78,12 @@ public:
 	}
 
 private:
+	const char* In(const FString& Folder, const FString& Value)
+	{
+		const FString Base = FPaths::ConvertRelativePathToFull(Folder);
+		return Value.IsEmpty() ? nullptr : Text(FPaths::ConvertRelativePathToFull(Base, Value));
+	}
+
 	std::deque<std::string> Kept;
 	std::deque<std::vector<const char*>> Lists;
 	std::deque<std::vector<fs_logit_bias>> Biases;
@@ -91,7 +116,7 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.silent_s = static_cast<decltype(Made.silent_s)>(From.SilentSeconds);
 	Made.transport = Texts.Text(From.Transport);
 	Made.endpoint = Texts.Text(From.Endpoint);
-	Made.connect_file = Texts.Text(From.ConnectFile);
+	Made.connect_file = Texts.Saved(From.ConnectFile);
 	Made.mmproj = Texts.Path(From.Mmproj);
 	Made.mode = Texts.Text(From.Mode);
 	Made.speculate = Texts.Text(From.Speculate);
@@ -111,13 +136,13 @@ inline void FrameshardFill(fs_launch_options& Made, const UFrameshardSettings& F
 	Made.kv_cache_bytes = FrameshardBytes(From.KvCacheMb);
 	Made.loading = Texts.Text(From.Loading);
 	Made.n_adapters = static_cast<decltype(Made.n_adapters)>(From.Adapters.Num());
-	Made.adapters = Texts.List(From.Adapters);
+	Made.adapters = Texts.Adapters(From.Adapters);
 	Made.http = Texts.Text(From.Http);
 	Made.http_key = Texts.Text(From.HttpKey);
 	Made.embedder = Texts.Path(From.Embedder);
 	Made.fallback = Texts.Text(From.Fallback);
 	Made.fallback_model = Texts.Text(From.FallbackModel);
-	Made.fallback_key_file = Texts.Text(From.FallbackKeyFile);
+	Made.fallback_key_file = Texts.Saved(From.FallbackKeyFile);
 	Made.fallback_key_env = Texts.Text(From.FallbackKeyEnv);
 	Made.fallback_http = Texts.Text(From.FallbackHttp);
 	Made.host_budget_bytes = FrameshardBytes(From.HostBudgetMb);

@@ -1,15 +1,20 @@
 #include "FrameshardSubsystem.h"
 
+#include "Engine/GameInstance.h"
+
 #include "FrameshardOptions.h"
 #include "FrameshardSettings.h"
 
 #include <frameshard_game.hpp>
 
+#include <algorithm>
+#include <utility>
+
 DEFINE_LOG_CATEGORY_STATIC(LogFrameshard, Log, All);
 
 namespace
 {
-const TCHAR* const NoSidecar = TEXT("there is no sidecar: Launch it");
+const TCHAR* const Closed = TEXT("the session was closed");
 
 FString LastError()
 {
@@ -104,49 +109,11 @@ void UFrameshardSubsystem::Initialize(FSubsystemCollectionBase& Collection)
 		SetPacing(GetDefault<UFrameshardSettings>()->Scheduling, 0);
 		OnReady.Broadcast();
 	};
-	Game->on_event = [this](const fs_event& Event)
-	{
-		if (Event.type == FS_EVENT_NOTICE)
-		{
-			FFrameshardNotice Notice;
-			Notice.Kind = static_cast<EFrameshardNoticeKind>(Event.notice);
-			Notice.BudgetMb = FrameshardMegabytes(Event.budget_bytes);
-			Notice.Seconds = Event.seconds;
-			Notice.HostBudgetMb = FrameshardMegabytes(Event.host_budget_bytes);
-			Notice.Text = FrameshardText(std::string_view(Event.text, Event.text_length));
-			OnNotice.Broadcast(Notice);
-		}
-		else if (Event.type == FS_EVENT_LOADING)
-		{
-			FFrameshardLoading Loading;
-			Loading.Stage = static_cast<EFrameshardLoadingStage>(Event.stage);
-			Loading.Done = static_cast<int32>(Event.done);
-			Loading.Total = static_cast<int32>(Event.total);
-			OnLoading.Broadcast(Loading);
-		}
-		else if (Event.type == FS_EVENT_ADAPTERS)
-		{
-			OnAdaptersChanged.Broadcast(FrameshardText(std::string_view(Event.detail, Event.detail_length)),
-				FrameshardMegabytes(Event.floor_bytes));
-		}
-		else if (Event.type == FS_EVENT_KV)
-		{
-			FFrameshardKv Kv;
-			Kv.File = KvFiles[Event.request];
-			Kv.NTokens = static_cast<int32>(Event.n_tokens);
-			Kv.FileBytes = static_cast<int64>(Event.file_bytes);
-			Kv.WhyNone = FrameshardText(std::string_view(Event.text, Event.text_length));
-			KvFiles.erase(Event.request);
-			OnKv.Broadcast(Kv);
-		}
-		else if (Event.type == FS_EVENT_REFUSED) // for requests that have no callback of their own
-		{
-			KvFiles.erase(Event.request);
-			OnError.Broadcast(FrameshardText(std::string_view(Event.text, Event.text_length)), Event.status);
-		}
-	};
+	Game->on_event = [this](const fs_event& Event) { Hear(Event); };
 	Game->on_closed = [this](fs_status Status, std::string_view Message)
 	{
+		Requests.clear(); // this error is the answer to all of them
+		LastReason = FrameshardText(Message);
 		UE_LOG(LogFrameshard, Error, TEXT("%s"), *FrameshardText(Message));
 		OnError.Broadcast(FrameshardText(Message), Status);
 	};
@@ -156,38 +123,117 @@ void UFrameshardSubsystem::Initialize(FSubsystemCollectionBase& Collection)
 	}
 }
 
+bool UFrameshardSubsystem::ShouldCreateSubsystem(UObject* Outer) const
+{
+	return !CastChecked<UGameInstance>(Outer)->IsDedicatedServerInstance() && Super::ShouldCreateSubsystem(Outer);
+}
+
+void UFrameshardSubsystem::Hear(const fs_event& Event)
+{
+	const FString Text = FrameshardText(std::string_view(Event.text, Event.text_length));
+	if (Event.type == FS_EVENT_NOTICE)
+	{
+		FFrameshardNotice Notice;
+		Notice.Kind = static_cast<EFrameshardNoticeKind>(Event.notice);
+		Notice.BudgetMb = FrameshardMegabytes(Event.budget_bytes);
+		Notice.Seconds = Event.seconds;
+		Notice.HostBudgetMb = FrameshardMegabytes(Event.host_budget_bytes);
+		Notice.Text = Text;
+		OnNotice.Broadcast(Notice);
+	}
+	else if (Event.type == FS_EVENT_LOADING)
+	{
+		FFrameshardLoading Loading;
+		Loading.Stage = static_cast<EFrameshardLoadingStage>(Event.stage);
+		Loading.Done = static_cast<int32>(Event.done);
+		Loading.Total = static_cast<int32>(Event.total);
+		OnLoading.Broadcast(Loading);
+	}
+	else if (Event.type == FS_EVENT_ENGINE)
+	{
+		OnEngine.Broadcast(
+			static_cast<EFrameshardEngineState>(Event.engine_state), static_cast<int32>(Event.restarts), Text);
+	}
+	else if (Event.type == FS_EVENT_ADAPTERS)
+	{
+		Requests.erase(Event.request);
+		OnAdaptersChanged.Broadcast(FrameshardText(std::string_view(Event.detail, Event.detail_length)),
+			FrameshardMegabytes(Event.floor_bytes));
+	}
+	else if (Event.type == FS_EVENT_KV)
+	{
+		FFrameshardKv Kv;
+		Kv.File = Requests[Event.request];
+		Kv.NTokens = static_cast<int32>(Event.n_tokens);
+		Kv.FileBytes = static_cast<int64>(Event.file_bytes);
+		Kv.WhyNone = Text;
+		Requests.erase(Event.request);
+		OnKv.Broadcast(Kv);
+	}
+	else if (Event.type == FS_EVENT_REFUSED) // for requests that have no callback of their own
+	{
+		Requests.erase(Event.request);
+		OnError.Broadcast(Text, Event.status);
+	}
+}
+
 void UFrameshardSubsystem::Deinitialize()
 {
-	Close();
-	Game.reset();
+	ForgetRequests();
+	// A callback may launch or ask again: there is no session for it any more.
+	if (const std::shared_ptr<frameshard::Game> Ended = std::move(Game))
+	{
+		Ended->close(GetDefault<UFrameshardSettings>()->CloseSeconds);
+	}
+	CallDue();
 	Super::Deinitialize();
 }
 
 void UFrameshardSubsystem::Launch()
 {
+	if (!Game)
+	{
+		Fail(NoSidecar(), FS_CONNECTION_LOST);
+		return;
+	}
+	ForgetRequests();
 	const UFrameshardSettings* Settings = GetDefault<UFrameshardSettings>();
 	FFrameshardTexts Texts;
 	fs_launch_options Options;
 	fs_launch_options_init(&Options, sizeof Options);
 	FrameshardFill(Options, *Settings, Texts);
 	Options.python = Texts.Path(Settings->Python);
-	Options.log_file = Texts.Text(Settings->LogFile);
+	Options.log_file = Texts.Saved(Settings->LogFile);
 	Options.extra_json = Texts.Text(Settings->ExtraJson);
 	Options.client_name = "unreal";
 	Game->keep_out_of_frames(Settings->TargetFrameMs / 1000);
-	Report(Game->launch(Options));
+	Began(Game->launch(Options));
 }
 
 void UFrameshardSubsystem::Connect(const FString& ConnectFile)
 {
+	if (!Game)
+	{
+		Fail(NoSidecar(), FS_CONNECTION_LOST);
+		return;
+	}
+	ForgetRequests();
+	FFrameshardTexts Texts;
 	Game->keep_out_of_frames(GetDefault<UFrameshardSettings>()->TargetFrameMs / 1000);
-	Report(Game->connect(FrameshardUtf8(ConnectFile).c_str(), "unreal"));
+	Began(Game->connect(Texts.Saved(ConnectFile), "unreal"));
+}
+
+void UFrameshardSubsystem::Began(int32 Status)
+{
+	LastReason = Status == FS_OK ? FString() : LastError();
+	Report(Status);
 }
 
 void UFrameshardSubsystem::Close()
 {
 	if (Game)
 	{
+		ForgetRequests();
 		Game->close(GetDefault<UFrameshardSettings>()->CloseSeconds);
 	}
 }
@@ -201,10 +247,54 @@ void UFrameshardSubsystem::Report(int32 Status)
 {
 	if (Status != FS_OK)
 	{
-		const FString Message = LastError();
-		UE_LOG(LogFrameshard, Error, TEXT("%s"), *Message);
-		OnError.Broadcast(Message, Status);
+		Fail(LastError(), Status);
 	}
+}
+
+void UFrameshardSubsystem::Fail(const FString& Message, int32 Code)
+{
+	UE_LOG(LogFrameshard, Error, TEXT("%s"), *Message);
+	Later([this, Message, Code] { OnError.Broadcast(Message, Code); });
+}
+
+void UFrameshardSubsystem::Later(std::function<void()> Call)
+{
+	Due.push_back(std::move(Call));
+}
+
+void UFrameshardSubsystem::CallDue()
+{
+	const std::vector<std::function<void()>> Calls = std::exchange(Due, {});
+	for (const std::function<void()>& Call : Calls)
+	{
+		Call();
+	}
+}
+
+void UFrameshardSubsystem::ForgetRequests()
+{
+	const std::map<uint64_t, FString> Open = std::exchange(Requests, {});
+	for (size_t Left = Open.size(); Left > 0; --Left)
+	{
+		Fail(Closed, FS_CANCELLED);
+	}
+}
+
+FString UFrameshardSubsystem::NoSidecar() const
+{
+	FString Message = TEXT("there is no sidecar: ");
+	Message += LastReason.IsEmpty() ? FString(TEXT("Launch it")) : LastReason;
+	return Message;
+}
+
+fs_client* UFrameshardSubsystem::Session()
+{
+	fs_client* Client = Game ? Game->client() : nullptr;
+	if (!Client)
+	{
+		Fail(NoSidecar(), FS_CONNECTION_LOST);
+	}
+	return Client;
 }
 
 bool UFrameshardSubsystem::HasFeature(const FString& Feature) const
@@ -251,7 +341,7 @@ void UFrameshardSubsystem::RequestLease(const FFrameshardLease& Lease,
 {
 	if (!Game || !Game->client())
 	{
-		Done(FFrameshardBudget(), FS_CONNECTION_LOST, NoSidecar);
+		Later([Done, Message = NoSidecar()] { Done(FFrameshardBudget(), FS_CONNECTION_LOST, Message); });
 		return;
 	}
 	FFrameshardTexts Texts;
@@ -289,15 +379,15 @@ void UFrameshardSubsystem::RequestLease(const FFrameshardLease& Lease,
 		Hear);
 	if (Status != FS_OK)
 	{
-		Done(FFrameshardBudget(), Status, LastError());
+		Later([Done, Status, Message = LastError()] { Done(FFrameshardBudget(), Status, Message); });
 	}
 }
 
 void UFrameshardSubsystem::SetPacing(EFrameshardSchedulingMode Scheduling, double TargetTokensPerSecond)
 {
-	if (Game && Game->client())
+	if (fs_client* Client = Session())
 	{
-		Report(fs_set_pacing(Game->client(), static_cast<int32_t>(Scheduling), TargetTokensPerSecond, nullptr));
+		Report(fs_set_pacing(Client, static_cast<int32_t>(Scheduling), TargetTokensPerSecond, nullptr));
 	}
 }
 
@@ -306,9 +396,9 @@ TArray<FFrameshardMessage> UFrameshardSubsystem::History(const FString& Conversa
 	TArray<FFrameshardMessage> Messages;
 	const fs_chat_message* First = nullptr;
 	uint32_t Length = 0;
-	if (Game && Game->client())
+	if (fs_client* Client = Session())
 	{
-		Report(fs_history_with_tools(Game->client(), FrameshardUtf8(Conversation).c_str(), &First, &Length));
+		Report(fs_history_with_tools(Client, FrameshardUtf8(Conversation).c_str(), &First, &Length));
 	}
 	for (uint32_t Index = 0; Index < Length; ++Index)
 	{
@@ -335,26 +425,39 @@ TArray<FFrameshardMessage> UFrameshardSubsystem::History(const FString& Conversa
 
 void UFrameshardSubsystem::LoadAdapter(const FString& Adapter, const FString& File)
 {
-	if (Game && Game->client())
-	{
-		FFrameshardTexts Texts;
-		Report(fs_load_adapter(Game->client(), Texts.Text(Adapter), Texts.Path(File), nullptr));
-	}
+	FFrameshardTexts Texts;
+	Request([&](fs_client* Client, uint64_t* Number)
+		{ return fs_load_adapter(Client, Texts.Text(Adapter), Texts.Path(File), Number); },
+		File);
 }
 
 void UFrameshardSubsystem::UnloadAdapter(const FString& Adapter)
 {
-	if (Game && Game->client())
+	Request([&](fs_client* Client, uint64_t* Number)
+		{ return fs_unload_adapter(Client, FrameshardUtf8(Adapter).c_str(), Number); },
+		FString());
+}
+
+void UFrameshardSubsystem::Request(
+	const std::function<int32(fs_client* Client, uint64_t* Number)>& Call, const FString& File)
+{
+	if (fs_client* Client = Session())
 	{
-		Report(fs_unload_adapter(Game->client(), FrameshardUtf8(Adapter).c_str(), nullptr));
+		uint64_t Number = 0;
+		const fs_status Status = Call(Client, &Number);
+		Report(Status);
+		if (Status == FS_OK)
+		{
+			Requests[Number] = File;
+		}
 	}
 }
 
 void UFrameshardSubsystem::Forget(const FString& Conversation)
 {
-	if (Game && Game->client())
+	if (fs_client* Client = Session())
 	{
-		Report(fs_forget(Game->client(), FrameshardUtf8(Conversation).c_str()));
+		Report(fs_forget(Client, FrameshardUtf8(Conversation).c_str()));
 	}
 }
 
@@ -363,13 +466,9 @@ TArray<uint8> UFrameshardSubsystem::Save(const FString& Conversation)
 	TArray<uint8> Data;
 	const void* Bytes = nullptr;
 	uint64_t Size = 0;
-	if (!Game || !Game->client())
+	if (fs_client* Client = Session())
 	{
-		OnError.Broadcast(NoSidecar, FS_CONNECTION_LOST);
-	}
-	else
-	{
-		Report(fs_save(Game->client(), FrameshardUtf8(Conversation).c_str(), &Bytes, &Size));
+		Report(fs_save(Client, FrameshardUtf8(Conversation).c_str(), &Bytes, &Size));
 	}
 	Data.Append(static_cast<const uint8*>(Bytes), static_cast<int32>(Size));
 	return Data;
@@ -377,14 +476,14 @@ TArray<uint8> UFrameshardSubsystem::Save(const FString& Conversation)
 
 bool UFrameshardSubsystem::Load(const TArray<uint8>& Data, const FString& Conversation, FFrameshardLoadResult& Result)
 {
-	if (!Game || !Game->client())
+	fs_client* Client = Session();
+	if (!Client)
 	{
-		OnError.Broadcast(NoSidecar, FS_CONNECTION_LOST);
 		return false;
 	}
 	fs_load_result Found{};
 	Found.struct_size = sizeof Found;
-	const fs_status Status = fs_load(Game->client(), Data.GetData(), static_cast<uint64_t>(Data.Num()),
+	const fs_status Status = fs_load(Client, Data.GetData(), static_cast<uint64_t>(Data.Num()),
 		FrameshardUtf8(Conversation).c_str(), &Found);
 	Report(Status);
 	Result.bSameModel = Found.same_model != 0;
@@ -394,24 +493,18 @@ bool UFrameshardSubsystem::Load(const TArray<uint8>& Data, const FString& Conver
 
 void UFrameshardSubsystem::SaveKv(const FString& Conversation, const FString& File)
 {
-	uint64_t Request = 0;
-	if (Game && Game->client())
-	{
-		Report(fs_save_kv(
-			Game->client(), FrameshardUtf8(Conversation).c_str(), FrameshardUtf8(File).c_str(), &Request));
-		KvFiles[Request] = File;
-	}
+	FFrameshardTexts Texts;
+	Request([&](fs_client* Client, uint64_t* Number)
+		{ return fs_save_kv(Client, FrameshardUtf8(Conversation).c_str(), Texts.Saved(File), Number); },
+		File);
 }
 
 void UFrameshardSubsystem::LoadKv(const FString& File, const FString& Conversation)
 {
-	uint64_t Request = 0;
-	if (Game && Game->client())
-	{
-		Report(fs_load_kv(
-			Game->client(), FrameshardUtf8(File).c_str(), FrameshardUtf8(Conversation).c_str(), &Request));
-		KvFiles[Request] = File;
-	}
+	FFrameshardTexts Texts;
+	Request([&](fs_client* Client, uint64_t* Number)
+		{ return fs_load_kv(Client, Texts.Saved(File), FrameshardUtf8(Conversation).c_str(), Number); },
+		File);
 }
 
 int32 UFrameshardSubsystem::Ask(
@@ -448,7 +541,7 @@ int32 UFrameshardSubsystem::Start(const std::function<int32(const fs_job_options
 	Job = 0;
 	if (!Game || !Game->client())
 	{
-		Error = NoSidecar;
+		Error = NoSidecar();
 		return FS_CONNECTION_LOST;
 	}
 	FFrameshardTexts Texts;
@@ -538,7 +631,7 @@ void UFrameshardSubsystem::Count(const std::function<int32(std::function<void(co
 {
 	if (!Game || !Game->client())
 	{
-		Done(0, 0, FS_CONNECTION_LOST, NoSidecar);
+		Later([Done, Message = NoSidecar()] { Done(0, 0, FS_CONNECTION_LOST, Message); });
 		return;
 	}
 	const fs_status Status = Call(
@@ -549,7 +642,7 @@ void UFrameshardSubsystem::Count(const std::function<int32(std::function<void(co
 		});
 	if (Status != FS_OK)
 	{
-		Done(0, 0, Status, LastError());
+		Later([Done, Status, Message = LastError()] { Done(0, 0, Status, Message); });
 	}
 }
 
@@ -558,7 +651,7 @@ void UFrameshardSubsystem::Embed(const TArray<FString>& Texts,
 {
 	if (!Game || !Game->client())
 	{
-		Done({}, 0, FS_CONNECTION_LOST, NoSidecar);
+		Later([Done, Message = NoSidecar()] { Done({}, 0, FS_CONNECTION_LOST, Message); });
 		return;
 	}
 	std::vector<std::string> Told;
@@ -579,13 +672,13 @@ void UFrameshardSubsystem::Embed(const TArray<FString>& Texts,
 		});
 	if (Status != FS_OK)
 	{
-		Done({}, 0, Status, LastError());
+		Later([Done, Status, Message = LastError()] { Done({}, 0, Status, Message); });
 	}
 }
 
 void UFrameshardSubsystem::SetPriority(int64 Job, int32 Priority)
 {
-	if (Game)
+	if (Game && Game->client()) // else the job has ended
 	{
 		const fs_status Status = Game->set_priority(static_cast<uint64_t>(Job), static_cast<uint32_t>(Priority));
 		if (Status != FS_UNKNOWN_JOB) // the job has ended
@@ -597,9 +690,10 @@ void UFrameshardSubsystem::SetPriority(int64 Job, int32 Priority)
 
 void UFrameshardSubsystem::Tick(float)
 {
+	CallDue();
 	if (Game)
 	{
-		Game->pump(GetDefault<UFrameshardSettings>()->EventsPerFrame);
+		Game->pump(std::max(1, GetDefault<UFrameshardSettings>()->EventsPerFrame));
 	}
 }
 

@@ -10,8 +10,8 @@
 class UFrameshardSubsystem;
 
 /** Blueprint nodes that ask the model a question, or give it the results of its calls of tools. They need no
- * FrameshardNpcComponent. */
-UCLASS()
+ * FrameshardNpcComponent. The pin AsyncAction has Cancel and SetPriority. */
+UCLASS(BlueprintType, meta = (ExposedAsyncProxy = "AsyncAction"))
 class FRAMESHARD_API UFrameshardAskAsync : public UBlueprintAsyncActionBase
 {
 	GENERATED_BODY()

@@ -19,7 +19,9 @@ class FRAMESHARD_API UFrameshardNpcComponent : public UActorComponent
 	GENERATED_BODY()
 
 public:
-	/** Persona, sampling and images. If Conversation is empty, the actor's name is used. */
+	/** Persona, sampling and images. If Conversation is empty, the actor's path is used, such as
+	 * /Game/Town.Town:PersistentLevel.Mira. Set it for saved games, for actors that are spawned anew, and for paths of
+	 * more than 128 bytes. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FFrameshardAskParams Params;
 
@@ -75,6 +77,10 @@ public:
 	UFUNCTION(BlueprintPure, Category = "frameshard")
 	bool IsSpeaking() const;
 
+	/** The name of the character's conversation, for History, Forget, Save and Load of the subsystem. */
+	UFUNCTION(BlueprintPure, Category = "frameshard")
+	FString GetConversation() const;
+
 	virtual void EndPlay(const EEndPlayReason::Type EndPlayReason) override;
 
 private:
@@ -82,8 +88,13 @@ private:
 	void Start(const std::function<int32(UFrameshardSubsystem& Sidecar, const FFrameshardAskParams& Asked,
 			FFrameshardListener Listener, int64& Started, FString& Error)>& Call);
 
+	/** Calls OnError in the next frame. */
+	void Fail(const FString& Message, int32 Code);
+
 	/** The job of the current answer; 0: none. */
 	int64 Job = 0;
 	/** Number of questions so far. Identifies late events of an earlier answer. */
 	int32 Question = 0;
+	/** OnError is being called. */
+	bool bTelling = false;
 };

@@ -14,7 +14,8 @@ class FRAMESHARD_API UFrameshardSettings : public UDeveloperSettings
 	GENERATED_BODY()
 
 public:
-	// Model, Mmproj and DraftModel may be relative to the project's Content folder.
+	// Model, Mmproj, DraftModel, Embedder and the paths in Adapters may be relative to the project's Content folder,
+	// ConnectFile and FallbackKeyFile to its Saved folder.
 	// generated: launch options
 	/** Path of a GGUF file; the only option without a default. `PATH@OFFSET+SIZE` is a part of a file, such as a
 	 * game's pak file; the offset is a multiple of 32. */
@@ -205,7 +206,7 @@ public:
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar")
 	FString Python;
 
-	/** Path of a file to which the sidecar appends its log; empty: the game's standard error. */
+	/** Path of a file to which the sidecar appends its log, relative to the project's Saved folder; empty: the game's standard error. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString LogFile;
 
@@ -225,8 +226,8 @@ public:
 	UPROPERTY(Config, EditAnywhere, Category = "Frames", meta = (ClampMin = "1"))
 	int32 EventsPerFrame = 64;
 
-	/** Milliseconds that a frame should take. The sidecar leaves GPU time to frames; 0: it ignores them. */
-	UPROPERTY(Config, EditAnywhere, Category = "Frames", meta = (ClampMin = "0"))
+	/** Milliseconds that a frame should take, 0.1 to 10,000. The sidecar leaves GPU time to frames; 0: it ignores them. */
+	UPROPERTY(Config, EditAnywhere, Category = "Frames", meta = (ClampMin = "0", ClampMax = "10000"))
 	double TargetFrameMs = 16.7;
 
 	/** How the GPU is shared with frames. PrioritizeGraphics: the sidecar uses only the GPU time that frames leave

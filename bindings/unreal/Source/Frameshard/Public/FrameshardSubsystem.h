@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "FrameshardSubsystem.generated.h"
 
@@ -16,6 +17,7 @@ namespace frameshard
 {
 class Game;
 }
+struct fs_client;
 struct fs_event;
 struct fs_job_options;
 
@@ -36,7 +38,8 @@ struct FFrameshardListener
 	std::function<void(const FFrameshardAnswer& Answer, int32 Code, const FString& Message)> OnEnd;
 };
 
-/** Owns the sidecar, which starts and ends with the game instance. Delegates are called on the game thread, in Tick. */
+/** Owns the sidecar, which starts and ends with the game instance. Delegates are called on the game thread, in Tick. A
+ * dedicated server has none. */
 UCLASS()
 class FRAMESHARD_API UFrameshardSubsystem : public UGameInstanceSubsystem, public FTickableGameObject
 {
@@ -48,7 +51,7 @@ public:
 	FFrameshardHappened OnReady;
 
 	/** Called when a request was refused, or when the sidecar could not start or has ended; then its open questions
-	 * have failed. */
+	 * have failed. Errors of a call come in the next Tick; what a listener causes comes in the Tick after that. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardError OnError;
 
@@ -69,6 +72,11 @@ public:
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardLoaded OnLoading;
 
+	/** Called when the engine process has changed its state. Message says why it is Off. An engine that is off may come
+	 * back. After a restart, answers go on. */
+	UPROPERTY(BlueprintAssignable, Category = "frameshard")
+	FFrameshardEngineChanged OnEngine;
+
 	/** Called when SaveKv has written a file or LoadKv has read one. */
 	UPROPERTY(BlueprintAssignable, Category = "frameshard")
 	FFrameshardKvDone OnKv;
@@ -77,11 +85,13 @@ public:
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Launch();
 
-	/** Connects to a running sidecar by the path of its connect file. OnReady or OnError follows. */
+	/** Connects to a running sidecar by the path of its connect file, which may be relative to the project's Saved folder.
+	 * OnReady or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Connect(const FString& ConnectFile);
 
-	/** Ends the session, and the sidecar if this session has launched it. */
+	/** Ends the session, and the sidecar if this session has launched it. OnError is called for each request of SaveKv,
+	 * LoadKv, LoadAdapter and UnloadAdapter that has no answer yet. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void Close();
 
@@ -143,7 +153,8 @@ public:
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	bool Load(const TArray<uint8>& Data, const FString& Conversation, FFrameshardLoadResult& Result);
 
-	/** Has the sidecar write the KV cache of a conversation to a file, so that after Load and LoadKv its next question
+	/** Has the sidecar write the KV cache of a conversation to a file, whose path may be relative to the project's Saved
+	 * folder, so that after Load and LoadKv its next question
 	 * need not read the whole text again. OnKv or OnError follows. */
 	UFUNCTION(BlueprintCallable, Category = "frameshard")
 	void SaveKv(const FString& Conversation, const FString& File);
@@ -171,7 +182,7 @@ public:
 	void SetPriority(int64 Job, int32 Priority);
 
 	/** For C++. Counts the tokens of a prompt, and those that still fit into the context behind it. Done is called once,
-	 * unless the session is closed before. Code 0: the counts are valid. */
+	 * not within this call. Code 0: the counts are valid. FS_CANCELLED: the session was closed before. */
 	void CountTokens(const FString& Prompt,
 		std::function<void(int32 NTokens, int32 NLeft, int32 Code, const FString& Message)> Done);
 
@@ -181,16 +192,20 @@ public:
 
 	/** For C++. Asks the sentence encoder (setting Embedder) for the embeddings of 1 to 64 texts. Rows has NDim numbers
 	 * for each text, whose squares add up to 1. Texts of similar meaning have rows with a large dot product. Done is
-	 * called once, unless the session is closed before. Code 0: the rows are valid. */
+	 * called once, not within this call. Code 0: the rows are valid. FS_CANCELLED: the session was closed before. */
 	void Embed(const TArray<FString>& Texts,
 		std::function<void(const TArray<float>& Rows, int32 NDim, int32 Code, const FString& Message)> Done);
 
-	/** For C++. Done is called once. Code 0: Budget is in force. Otherwise Code is the protocol's error code and
+	/** For C++. Done is called once, not within this call. Code 0: Budget is in force. Otherwise Code is the protocol's error code and
 	 * Message the reason. Decided is called before Done, unless the lease is refused at once; it may be empty. */
 	void RequestLease(const FFrameshardLease& Lease,
 		std::function<void(const FFrameshardBudget& Budget, int32 Code, const FString& Message)> Done,
 		std::function<void(const FFrameshardDecision& Decision)> Decided = {});
 
+	/** Runs Call in the next Tick, so that a listener that tries again does not call itself. */
+	void Later(std::function<void()> Call);
+
+	virtual bool ShouldCreateSubsystem(UObject* Outer) const override;
 	virtual void Initialize(FSubsystemCollectionBase& Collection) override;
 	virtual void Deinitialize() override;
 
@@ -201,7 +216,29 @@ public:
 	virtual TStatId GetStatId() const override;
 
 private:
+	void Hear(const fs_event& Event);
+
+	/** Takes the result of a launch or connection. */
+	void Began(int32 Status);
+
+	/** Calls OnError in the next Tick, with the library's last error, unless Status is FS_OK. */
 	void Report(int32 Status);
+	void Fail(const FString& Message, int32 Code);
+
+	/** Runs what was given to Later before this call. */
+	void CallDue();
+
+	/** Reports that the session of Requests was closed. */
+	void ForgetRequests();
+
+	/** Why there is no session. */
+	FString NoSidecar() const;
+
+	/** The open session; nullptr, after Fail: there is none. */
+	fs_client* Session();
+
+	/** Makes a request that is answered by an event. */
+	void Request(const std::function<int32(fs_client* Client, uint64_t* Number)>& Call, const FString& File);
 
 	/** Asks for a count by Call. */
 	void Count(const std::function<int32(std::function<void(const fs_event& Event)> Counted)>& Call,
@@ -211,8 +248,13 @@ private:
 	int32 Start(const std::function<int32(const fs_job_options& Options, uint64_t& Number)>& Call,
 		const FFrameshardAskParams& Params, int64& Job, FString& Error);
 
-	/** The files of SaveKv and LoadKv, by request. */
-	std::map<uint64_t, FString> KvFiles;
+	/** The files of SaveKv, LoadKv and LoadAdapter, and nothing for UnloadAdapter, by request. They have no answer yet. */
+	std::map<uint64_t, FString> Requests;
+
+	/** Why the last sidecar could not start or has ended. */
+	FString LastReason;
+
+	std::vector<std::function<void()>> Due;
 
 	/** A shared_ptr, because unique_ptr would need the complete type in this header. */
 	std::shared_ptr<frameshard::Game> Game;

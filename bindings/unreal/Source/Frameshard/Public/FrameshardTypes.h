@@ -16,6 +16,17 @@ enum class EFrameshardLeaseState : uint8
 };
 
 UENUM(BlueprintType)
+enum class EFrameshardEngineState : uint8
+{
+	Unknown = 0 UMETA(Hidden),
+	Loading = 1,
+	Ready = 2,
+	Restarting = 3,
+	Off = 4,
+	Hibernated = 5,
+};
+
+UENUM(BlueprintType)
 enum class EFrameshardDecision : uint8
 {
 	Unknown = 0 UMETA(Hidden),
@@ -632,5 +643,7 @@ DECLARE_DYNAMIC_MULTICAST_DELEGATE_TwoParams(
 	FFrameshardAdaptersChanged, const FString&, AdaptersJson, double, FloorMb);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardNoticed, const FFrameshardNotice&, Notice);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardLoaded, const FFrameshardLoading&, Loading);
+DECLARE_DYNAMIC_MULTICAST_DELEGATE_ThreeParams(
+	FFrameshardEngineChanged, EFrameshardEngineState, State, int32, Restarts, const FString&, Message);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE_OneParam(FFrameshardKvDone, const FFrameshardKv&, Kv);
 DECLARE_DYNAMIC_MULTICAST_DELEGATE(FFrameshardHappened);
