@@ -400,7 +400,6 @@ int32_t fs_wait(fs_client *client, double timeout_s);
 local ABI_VERSION = 2
 local MIB = 1024 * 1024
 local BATCH = 32
-local NONE = setmetatable({}, { __newindex = function() error("this table is shared: make one of your own", 2) end })
 
 local frameshard = {}
 
@@ -511,6 +510,35 @@ local function integer_of(value, name, low, high)
     wrong(name .. " must be an integer")
   end
   return value
+end
+
+local function table_of(value, name)
+  if type(value) ~= "table" then
+    wrong(name .. " must be a table")
+  end
+  return value
+end
+
+local function check_callback(value, name)
+  local meta = getmetatable(value)
+  local callable = type(value) == "function" or type(meta) == "table" and meta.__call
+  if value ~= nil and not callable then
+    wrong(name .. " must be a function")
+  end
+end
+
+-- Returns the length of a list that has no other keys and no holes, such as `nil` makes.
+local function length_of(value, name)
+  local count = 0
+  for _ in pairs(table_of(value, name)) do
+    count = count + 1
+  end
+  for index = 1, count do
+    if value[index] == nil then
+      wrong(name .. " must be a list without holes and other keys")
+    end
+  end
+  return count
 end
 
 local function bytes_of(mebibytes, name)
@@ -782,15 +810,17 @@ local SET = {
     made[member] = place_of(value, field[2], member)
   end,
   texts = function(made, member, value, _, keep)
-    local texts = ffi.new("const char *[?]", #value + 1)
+    local count = length_of(value, member)
+    local texts = ffi.new("const char *[?]", count + 1)
     for index, text in ipairs(value) do
       texts[index - 1] = name_of(text, member)
     end
-    made[member], made["n_" .. member] = texts, #value
+    made[member], made["n_" .. member] = texts, count
     keep[#keep + 1] = texts
   end,
   biases = function(made, member, value, _, keep)
-    local biases = ffi.new("fs_logit_bias[?]", #value + 1)
+    local count = length_of(value, member)
+    local biases = ffi.new("fs_logit_bias[?]", count + 1)
     for index, bias in ipairs(value) do
       known(bias, "logit_bias")
       local one = biases[index - 1]
@@ -803,7 +833,7 @@ local SET = {
         one.token = integer_of(bias.token, "token", 0, 2 ^ 31 - 1)
       end
     end
-    made[member], made["n_" .. member] = biases, #value
+    made[member], made["n_" .. member] = biases, count
     keep[#keep + 1] = biases
   end,
 }
@@ -822,7 +852,8 @@ local function struct_of(name, options, kind, keep)
 end
 
 local function images_of(images, keep)
-  local made = ffi.new("fs_image[?]", #images + 1)
+  local count = length_of(images, "images")
+  local made = ffi.new("fs_image[?]", count + 1)
   for index, image in ipairs(images) do
     known(image, "image")
     local one = made[index - 1]
@@ -834,12 +865,12 @@ local function images_of(images, keep)
     one.size = #image.data
   end
   keep[#keep + 1] = made
-  return made, #images
+  return made, count
 end
 
 local function adapters_of(adapters, keep)
   local names = {}
-  for name in pairs(adapters) do
+  for name in pairs(table_of(adapters, "adapters")) do
     names[#names + 1] = name_of(name, "adapters")
   end
   table.sort(names)
@@ -852,20 +883,27 @@ local function adapters_of(adapters, keep)
 end
 
 local function tools_of(tools, keep)
-  local made = ffi.new("fs_tool[?]", #tools + 1)
+  local count = length_of(tools, "tools")
+  local made = ffi.new("fs_tool[?]", count + 1)
   for index, tool in ipairs(tools) do
     known(tool, "tool")
     local one = made[index - 1]
     one.name = name_of(tool.name, "name")
-    one.description = tool.description and name_of(tool.description, "description") or nil
-    one.schema = tool.schema and name_of(tool.schema, "schema") or nil
+    for _, name in ipairs({ "description", "schema" }) do
+      if tool[name] ~= nil then
+        one[name] = name_of(tool[name], name)
+      end
+    end
   end
   keep[#keep + 1] = made
-  return made, #tools
+  return made, count
 end
 
 local function job_options_of(options, keep)
   known(options, "job")
+  for _, name in ipairs({ "response_updated", "response_finished", "response_failed" }) do
+    check_callback(options[name], name)
+  end
   local made = ffi.new("fs_job_options")
   lib.fs_job_options_init(made, ffi.sizeof(made))
   if options.conversation ~= nil then
@@ -966,7 +1004,8 @@ local function new_sidecar(status, client)
     end),
     _buffer = ffi.new("fs_event[?]", BATCH),
     _jobs = {},
-    _pending = {},
+    _pending = {}, -- events that are not handled yet
+    _taken = {}, -- events that are handled and in no list of `poll` yet
     _number = ffi.new("uint64_t[1]"),
   }, Sidecar)
 end
@@ -1047,7 +1086,7 @@ function Sidecar:model()
 end
 
 local function begin(self, options, submit)
-  options = options or NONE
+  options = options or {}
   local keep = {}
   check(submit(client_of(self), job_options_of(options, keep), self._number))
   local job = setmetatable({
@@ -1107,7 +1146,7 @@ end
 -- `call_id`. `options.conversation` is needed. A question instead is possible, too: then the calls are forgotten.
 function Sidecar:tool_results(results, options)
   local ids = {}
-  for id in pairs(results) do
+  for id in pairs(table_of(results, "results")) do
     ids[#ids + 1] = name_of(id, "call_id")
   end
   local made_results = ffi.new("fs_tool_result[?]", #ids + 1)
@@ -1122,20 +1161,24 @@ function Sidecar:tool_results(results, options)
 end
 
 local function calls_of(calls, keep)
-  local made = ffi.new("fs_tool_call[?]", #calls + 1)
+  local count = length_of(calls, "tool_calls")
+  local made = ffi.new("fs_tool_call[?]", count + 1)
   for index, call in ipairs(calls) do
+    table_of(call, "a tool_call")
     local one = made[index - 1]
     one.call_id = name_of(call.call_id, "call_id")
     one.name = name_of(call.name, "name")
     one.arguments = name_of(call.arguments, "arguments")
   end
   keep[#keep + 1] = made
-  return made, #calls
+  return made, count
 end
 
 local function messages_of(messages, keep)
-  local made_messages = ffi.new("fs_chat_message[?]", #messages + 1)
+  local count = length_of(messages, "messages")
+  local made_messages = ffi.new("fs_chat_message[?]", count + 1)
   for index, message in ipairs(messages) do
+    table_of(message, "a message")
     local made = made_messages[index - 1]
     made.role = name_of(message.role, "role")
     made.content = text_of(message.content, "content")
@@ -1321,7 +1364,7 @@ end
 -- have rows with a large dot product. Returns the request number of the event "embeddings" or "refused".
 -- @param texts a list of strings.
 function Sidecar:embed(texts)
-  local n = #texts
+  local n = length_of(texts, "texts")
   local starts, lengths = ffi.new("const char *[?]", n), ffi.new("int32_t[?]", n)
   for i, text in ipairs(texts) do
     starts[i - 1], lengths[i - 1] = text_of(text, "texts"), #text
@@ -1535,10 +1578,11 @@ end
 -- Events of a job also have its `timeline`. `detail` is a JSON object, or "". Sizes that the system does not report are
 -- nil. fs_event in frameshard.h says what each field means.
 --
--- An error in a callback is raised from here; the remaining events come with the next poll.
--- @param limit maximum number of events, 256 by default.
+-- An error in a callback is raised from here. All events that this poll would have returned, and the remaining ones, come
+-- with the next poll.
+-- @param limit maximum number of events that are handled, 256 by default.
 function Sidecar:poll(limit)
-  limit = limit or 256
+  limit = integer_of(limit or 256, "limit", 0, 2 ^ 31 - 1)
   local pending, client = self._pending, self._client
   while client and #pending < limit do
     local room = math.min(BATCH, limit - #pending)
@@ -1553,32 +1597,33 @@ function Sidecar:poll(limit)
       break
     end
   end
-  if #pending == 0 then
-    return NONE
-  end
-  local events = {}
-  while #events < limit and self._pending[1] do -- not `pending`: `close` in a callback drops the rest
+  local handled = 0
+  while handled < limit and self._pending[1] do -- not `pending`: `close` in a callback drops the rest
     local event = table.remove(self._pending, 1)
-    events[#events + 1] = event
+    handled = handled + 1
+    self._taken[#self._taken + 1] = event -- before its callback, which may raise an error
     deliver(self, event)
   end
+  local events = self._taken
+  self._taken = {}
   return events
 end
 
 --- For scripts without a frame loop. Waits at most `timeout_s` until `poll` has an event. Returns true if it has one.
 -- After the event "closed" it returns false within 0.05 s.
 function Sidecar:wait(timeout_s)
-  return #self._pending > 0 or lib.fs_wait(client_of(self), number_of(timeout_s, "timeout_s", 0, 1e6)) ~= 0
+  return #self._pending + #self._taken > 0 or lib.fs_wait(client_of(self), number_of(timeout_s, "timeout_s", 0, 1e6)) ~= 0
 end
 
 --- Ends the session, and the sidecar if this session has launched it. Callbacks of open jobs are not called any more.
 -- Waits at most `timeout_s` (1 by default) for the sidecar to end, then kills it. Further calls do nothing.
 function Sidecar:close(timeout_s)
+  local limit_s = number_of(timeout_s or 1, "timeout_s", 0, 1e6)
   local client = self._client
   if client then
     self._client = nil
     self._pending, self._jobs = {}, {}
-    lib.fs_close(ffi.gc(client, nil), timeout_s or 1)
+    lib.fs_close(ffi.gc(client, nil), limit_s)
   end
 end
 

@@ -65,11 +65,13 @@ job = sidecar:ask("Any rooms left?", {
   end,
   response_finished = function(text) finished = text end,
 })
-local thrown = 0
+local thrown, listed = 0, {}
 while not job.ended do
   local done, problem = pcall(function()
     sidecar:wait(0.1)
-    sidecar:poll()
+    for _, event in ipairs(sidecar:poll()) do
+      listed[#listed + 1] = event.text
+    end
   end)
   if not done then
     assert(problem == "of the game", problem)
@@ -77,6 +79,7 @@ while not job.ended do
   end
 end
 assert(thrown == 1)
+assert(table.concat(listed) == job.text, "an event is in no list")
 assert(finished == job.text and table.concat(heard) == job.text and job.result.n_generated == 12)
 
 -- the budget changes during an answer, and the answer can be ended early
@@ -124,6 +127,26 @@ assert(refused.error.name == "budget_below_floor" and refused.floor_bytes > 0)
 assert(refused.error.detail:find("floor_bytes", 1, true))
 assert(failure(sidecar.ask, sidecar, "half a character: \240\159").name == "bad_argument")
 assert(failure(sidecar.ask, sidecar, "?", { temprature = 0 }).message:find("temprature", 1, true))
+for _, options in ipairs({
+  { sampling = { stop = "END" } }, { sampling = { stop = { "a", nil, "b" } } }, { sampling = { choices = 5 } },
+  { sampling = { logit_bias = 5 } }, { images = "x" }, { tools = "x" }, { tools = { { name = "x", schema = false } } },
+  { adapters = "x" }, { adapters = { "mira" } }, { response_updated = 5 }, { response_failed = "x" },
+}) do
+  assert(failure(sidecar.ask, sidecar, "?", options).name == "bad_argument")
+end
+local user = { role = "user", content = "?" }
+for _, messages in ipairs({ "hi", { "hi" }, { user, nil, user }, { { role = "user", content = "?", tool_calls = "x" } } }) do
+  assert(failure(sidecar.chat, sidecar, messages).name == "bad_argument")
+end
+assert(failure(sidecar.embed, sidecar, "x").name == "bad_argument")
+assert(failure(sidecar.embed, sidecar, { "a", nil, "b" }).name == "bad_argument")
+assert(failure(sidecar.tool_results, sidecar, nil, { conversation = "mira" }).name == "bad_argument")
+assert(failure(sidecar.poll, sidecar, "x").name == "bad_argument")
+assert(failure(sidecar.close, sidecar, "x").name == "bad_argument")
+table.insert(sidecar:poll(), { type = "of the game" })
+for _, event in ipairs(sidecar:poll()) do
+  assert(event.type ~= "of the game", "two polls return one table")
+end
 assert(failure(sidecar.set_pacing, sidecar, "whatever").name == "bad_argument")
 assert(failure(frameshard.connect, "/no/such/file").name == "connection_lost")
 
