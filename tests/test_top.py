@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from rich.console import Console
 
 import frameshard
 from frameshard.broker.endpoint import running
@@ -32,6 +34,8 @@ async def test_one_screen_and_its_figures(shallow_model: Path) -> None:
         with await client.frame_block() as frames:
             frames.begin()
             await client.complete("Once upon a time", sampling=frameshard.Sampling(max_tokens=4)).completed()
+            view = top.View(await client.model_info())
+            await view.look(client)
             document = json.loads((await run_top("--json")).stdout)
             screen = await run_top("--once")
         assert len(document["engine"]) <= codec.CLIENT.map - 4, "a GPU adds entries to these"
@@ -58,6 +62,13 @@ async def test_one_screen_and_its_figures(shallow_model: Path) -> None:
             "processes",
         ):
             assert word in screen.stdout.decode()
+        for height, explained in ((24, False), (60, True)):
+            console = Console(width=80, height=height, file=io.StringIO())
+            lines = console.render_lines(top.fitting(view, console))[:height]
+            shown = "\n".join("".join(part.text for part in line) for line in lines)
+            for word in ("budget", "host", "held", "tokens", "jobs", "frames", "engine", "attention"):
+                assert f"│ {word} " in shown
+            assert ("the floor is" in shown) == ("■ weights" in shown) == ("█ resident" in shown) == explained
         async with frameshard.launch(shallow_model, device="cpu", n_ctx=512) as other:
             second = await run_top()
             assert second.returncode == 2

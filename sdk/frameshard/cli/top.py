@@ -19,7 +19,7 @@ from frameshard.cli import common, interrupt
 from frameshard.errors import BadArgument, ConnectionLost
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
     import frameshard
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             with Live(screen=True, auto_refresh=False) as live:
                 while True:
                     await view.look(client)
-                    live.update(page(view), refresh=True)
+                    live.update(fitting(view, live.console), refresh=True)
                     await trio.sleep(INTERVAL_S)
 
     if not args.json:
@@ -162,19 +162,29 @@ class View:
             self.frames_ms.append(1e3 * self.engine["pacing"]["frame_time_s"])
 
 
-def page(view: View) -> RenderableType:
-    """The content of the screen."""
+def fitting(view: View, console: Console) -> RenderableType:
+    """The content of the screen, without legends and bounds if it is too low for them. What is still too much is cut at
+    the end, where the shards are."""
+    whole = page(view)
+    return whole if len(console.render_lines(whole)) <= console.height else page(view, legends=False)
+
+
+def page(view: View, *, legends: bool = True) -> RenderableType:
+    """All there is to show.
+
+    :param legends: with what explains the bars.
+    """
     from rich.console import Group
     from rich.panel import Panel
 
     title = f"{view.model.name} on {view.model.device}"
-    leases = Group(lease(view), host(view))
-    panels = [("lease", leases, "magenta"), ("shards", shards(view), "green"), ("work", work(view), "yellow")]
+    leases = Group(lease(view, legends), host(view, legends))
+    panels = [("lease", leases, "magenta"), ("work", work(view), "yellow"), ("shards", shards(view, legends), "green")]
     rooms = (Panel(body, title=name, title_align="left", border_style=style) for name, body, style in panels)
     return Group(f"[bold]frameshard top[/]  {title}", *rooms)
 
 
-def lease(view: View) -> RenderableType:
+def lease(view: View, legends: bool) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -194,10 +204,10 @@ def lease(view: View) -> RenderableType:
         ("held", stacked([(n, style) for _, n, style in parts], top), held),
     )
     legend = Text("  ").join(Text(f"■ {name} {size(n)}", style) for name, n, style in parts)
-    return Group(bars, grid(("", legend, ""), ("", Text(bounds), "")))
+    return Group(bars, grid(("", legend, ""), ("", Text(bounds), ""))) if legends else bars
 
 
-def host(view: View) -> RenderableType:
+def host(view: View, legends: bool) -> RenderableType:
     """The lease of host memory."""
     from rich.console import Group
     from rich.text import Text
@@ -220,10 +230,10 @@ def host(view: View) -> RenderableType:
     bounds = f"the floor is {size(figures['floor_bytes'])} MiB" if figures["floor_bytes"] else "not counted here"
     if figures["observed_bytes"] is not None:  # beside a bar there is no room for it in 80 columns
         bounds += f"; the system counts {size(figures['observed_bytes'])} MiB"
-    return Group(bars, grid(("", legend, ""), ("", Text(bounds), "")))
+    return Group(bars, grid(("", legend, ""), ("", Text(bounds), ""))) if legends else bars
 
 
-def shards(view: View) -> RenderableType:
+def shards(view: View, legends: bool) -> RenderableType:
     from rich.text import Text
 
     engine, rows = view.engine, []
@@ -237,7 +247,8 @@ def shards(view: View) -> RenderableType:
         for letter, name, key in words
     )
     ring = f"{size(engine.get('ring_bytes', 0))} MiB, {view.copies_per_s / 1e9:.2f} GB/s through it"
-    return grid(*rows, ("", Text("  ").join(legend), ""), ("ring", Text(ring), ""))
+    explained = [("", Text("  ").join(legend), "")] if legends else []
+    return grid(*rows, *explained, ("ring", Text(ring), ""))
 
 
 def work(view: View) -> RenderableType:
