@@ -60,6 +60,23 @@ def test_the_village_plays_and_the_budget_changes_during_answers(wordy_model: Pa
     assert 0 < held <= budget
 
 
+def test_a_reader_of_the_village_may_leave(wordy_model: Path) -> None:
+    """After its first line, as with ``| head -1``. Nor must the encoding have all letters."""
+    command = [sys.executable, str(SCENE), "--model", str(wordy_model), "--device", "cpu"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with sidecars.started(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "on cpu" in process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(sidecars.DEADLINE_S) == 1, said
+    assert "Traceback" not in said
+    assert "Error" not in said
+
+
 def test_help_does_not_train_the_adapter(tmp_path: Path) -> None:
     scene = Path(shutil.copytree(SCENE.parent, tmp_path / "scene"))
     before = (scene / "sailor.gguf").stat()

@@ -14,7 +14,10 @@ unattended run is 1 if an answer is missing or if the budget did not change in b
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -27,7 +30,7 @@ from stage import Gauge, LiveStage, PlainStage, Stage
 from village import ACCENTS, LORE, TOPICS, VILLAGERS, about, addressed
 
 import frameshard
-from frameshard.errors import BadModel, FrameshardError
+from frameshard.errors import BadModel, FrameshardError, causes
 from frameshard.models import resolve
 
 MIB = 2**20
@@ -293,19 +296,24 @@ def main() -> int:
     args = parser.parse_args()
     if not sys.stdin.isatty():
         args.unattended = True
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for an encoding that lacks letters of the model's answers
     console = Console()
-    stage = LiveStage(console, TITLE) if console.is_terminal else PlainStage()
     try:
-        tally = trio.run(play, args, stage)
+        with contextlib.closing(LiveStage(console, TITLE) if console.is_terminal else PlainStage()) as stage:
+            tally = trio.run(play, args, stage)
+        print(tally.summary(), flush=True)
     except FrameshardError as error:
-        stage.close()
         print(f"{error.name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        stage.close()
         return 130
-    stage.close()
-    print(tally.summary())
+    except BaseException as error:
+        if not all(isinstance(cause, BrokenPipeError) for cause in causes(error)):
+            raise
+        # The reader of the output has ended, as in "main.py | head". Python's flush at exit must not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     complete = len(tally.first_words_s) >= len(QUESTIONS) and tally.moves[RUINS] and tally.moves[TOWN]
     return 0 if complete or not args.unattended else 1
 
