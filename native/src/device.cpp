@@ -170,6 +170,7 @@ void Device::park() {
     inner.close_streams();
     ledger.count(Use::pool, 0);
     committed = false;
+    apply_host_budget(); // the KV cache has gone to host memory
     count_graph_memory();
     update_placements();
 }
@@ -416,11 +417,13 @@ void Device::count_graph_memory() {
 }
 
 bool Device::apply_requested_budget() {
-    if (ledger.parent() ? requests.must_free() : must_stop()) {
+    const bool encodes = ledger.parent() != nullptr;
+    if (encodes ? requests.must_free() : must_stop()) {
         return false;
     }
     requests.apply();
-    apply_host_budget();
+    // The host budget is the language model's. An encode holds that one's mutex.
+    (encodes ? device() : *this).apply_host_budget();
     return true;
 }
 
@@ -457,15 +460,13 @@ bool Device::uses_cpu() const {
 
 void Device::apply_host_budget() {
     const uint64_t request = host.asked();
-    if (host.applied(request)) {
-        if (!host.within_budget()) {
-            balance_host(); // KV blocks or memory for exchanges have taken more since
-        }
-        return;
+    const bool is_new = !host.applied(request);
+    if (is_new) {
+        host.bring_into_force();
+        kv.allow_spares(host.budget() == 0);
     }
-    host.bring_into_force();
-    kv.allow_spares(host.budget() == 0);
-    if (committed || parked) {
+    // KV blocks or memory for exchanges may have taken more since the last request.
+    if ((committed || parked) && (is_new || !host.within_budget())) {
         open_cache();
         balance_host();
     }
@@ -519,7 +520,8 @@ void Device::apply_budget(uint64_t bytes) {
     }
     ledger.make_room(0);
     kv.ensure_window();
-    balance_host(); // KV blocks may have gone to host memory
+    apply_host_budget(); // KV blocks may have gone to host memory
+    balance_host();      // slabs may have been evicted
     update_placements();
 }
 

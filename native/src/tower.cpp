@@ -317,6 +317,7 @@ ggml_status encode_image(ggml_cgraph *graph) {
     } else if (d.ring.capacity() < ring && d.ledger.used() + ring <= d.ledger.budget() + d.ring.capacity()) {
         d.ring.resize(ring); // before fill() takes its VRAM for weights
     }
+    d.apply_host_budget(); // KV blocks may have gone to host memory
     if (tiling && status == GGML_STATUS_SUCCESS) {
         tiling->finish();
     }

@@ -375,6 +375,27 @@ def test_the_embeddings_of_images_are_within_the_limit(tiny_model: Callable[[str
     subprocess.run(command, check=True, timeout=DEADLINE_S)
 
 
+def test_a_device_that_holds_more_than_its_part_is_asked_again(tmp_path: Path) -> None:
+    """Its part changes by less than a step, but what it holds has grown beyond it."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(4096))
+    device = mock.Mock()
+    device.stats.return_value = stats = mock.Mock(
+        host_floor_bytes=10 * MIB, host_used_bytes=0, host_budget_bytes=0, host_mapped=False
+    )
+    device.set_host_budget.side_effect = lambda limit_bytes, _: setattr(stats, "host_budget_bytes", limit_bytes)
+    runtime: Any = mock.Mock(device=device)
+    runtime.config.model, runtime.config.kv_cache_bytes, runtime.model_info.file_bytes = str(path), 0, 64 * MIB
+    host = HostMemory(runtime, KvStore(0))
+    host.budget_bytes = 1 << 30
+    host.follow_vram()
+    host.follow_vram()
+    assert device.set_host_budget.call_count == 1
+    stats.host_used_bytes = stats.host_budget_bytes + 1
+    host.follow_vram()
+    assert device.set_host_budget.call_count == 2
+
+
 class _Host:
     """Stands for the engine's host memory: 100 MiB are held, and 40 can be given back."""
 

@@ -1529,6 +1529,127 @@ LINUX_SCENARIO(host_budget_changes_while_graphs_run) {
     s.check_ledger();
 }
 
+// The limit has room for the whole mapping, so weights stay there. Then KV blocks leave VRAM.
+void move_blocks_to_host_memory(const std::function<void(DiskSession &)> &move) {
+    DiskSession s(config_of(0));
+    s.commit();
+    s.check_conversation();
+    const uint64_t budget = stats().host_used_bytes + 1;
+    CHECK(fsd_set_host_budget(budget, 0) == FSD_OK);
+    CHECK(stats().host_mapped && stats().kv_host_bytes == 0);
+    move(s);
+    const fsd_stats st = stats();
+    CHECK(st.kv_host_bytes > 1 && st.host_floor_bytes <= budget && st.host_budget_bytes == budget);
+    CHECK(st.host_used_bytes <= budget);
+    if (fsd::device().parked) {
+        CHECK(fsd_unpark() == FSD_OK);
+    }
+    s.check_conversation(nullptr, [budget] { CHECK(stats().host_used_bytes <= budget); });
+}
+
+LINUX_SCENARIO(a_host_budget_holds_when_the_vram_budget_falls) {
+    move_blocks_to_host_memory([](DiskSession &s) { CHECK(fsd_set_budget(s.floor, 0) == FSD_OK); });
+}
+
+LINUX_SCENARIO(a_host_budget_holds_when_the_device_is_parked) {
+    move_blocks_to_host_memory([](DiskSession &) { CHECK(fsd_park() == FSD_OK); });
+}
+
+// A vision tower that multiplies `n_columns` columns by one matrix of 1 MiB after the other.
+class Tower {
+  public:
+    Tower(int n_matrices, int64_t n_columns) {
+        backend = ggml_backend_dev_init(fsd::vision_device(), nullptr);
+        ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(fsd::vision_device());
+        const size_t n = (size_t)n_matrices + 1;
+        weights_ctx = ggml_init({ggml_tensor_overhead() * n, nullptr, true});
+        graph_ctx = ggml_init({ggml_tensor_overhead() * n + ggml_graph_overhead(), nullptr, true});
+        ggml_tensor *x = input = ggml_new_tensor_2d(graph_ctx, GGML_TYPE_F32, kRows, n_columns);
+        ggml_set_input(input);
+        std::vector<ggml_tensor *> matrices;
+        for (int i = 0; i < n_matrices; i++) {
+            matrices.push_back(ggml_new_tensor_2d(weights_ctx, GGML_TYPE_F32, kRows, kRows));
+            ggml_set_name(matrices.back(), ("v." + std::to_string(i) + ".weight").c_str());
+            x = ggml_mul_mat(graph_ctx, matrices.back(), x);
+        }
+        ggml_set_output(x);
+        weights_buffer = ggml_backend_alloc_ctx_tensors_from_buft(weights_ctx, buft);
+        CHECK(weights_buffer != nullptr);
+        ggml_backend_buffer_set_usage(weights_buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        const std::vector<float> values(kRows * kRows, 0.01f);
+        for (ggml_tensor *t : matrices) {
+            ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
+        }
+        graph = ggml_new_graph(graph_ctx);
+        ggml_build_forward_expand(graph, x);
+        allocator = ggml_gallocr_new(buft);
+        CHECK(ggml_gallocr_alloc_graph(allocator, graph));
+    }
+    ~Tower() {
+        ggml_gallocr_free(allocator);
+        ggml_free(graph_ctx);
+        ggml_backend_buffer_free(weights_buffer);
+        ggml_free(weights_ctx);
+        ggml_backend_free(backend);
+    }
+    Tower(const Tower &) = delete;
+    Tower &operator=(const Tower &) = delete;
+
+    ggml_status encode() {
+        const std::vector<float> values((size_t)ggml_nelements(input), 1.0f);
+        ggml_backend_tensor_set(input, values.data(), 0, ggml_nbytes(input));
+        return ggml_backend_graph_compute(backend, graph);
+    }
+
+  private:
+    static constexpr int64_t kRows = 512;
+    ggml_backend_t backend;
+    ggml_context *weights_ctx, *graph_ctx;
+    ggml_backend_buffer_t weights_buffer;
+    ggml_tensor *input;
+    ggml_cgraph *graph;
+    ggml_gallocr_t allocator;
+};
+
+// The limit has room for the whole mapping. Then an image takes the VRAM of the KV blocks.
+LINUX_SCENARIO(a_host_budget_holds_when_an_image_is_encoded) {
+    DiskSession s(config_of(0));
+    s.commit();
+    s.check_conversation();
+    Tower tower(4, 2048);
+    CHECK(tower.encode() == GGML_STATUS_SUCCESS);
+    CHECK(fsd_set_budget(stats().image_floor_bytes, 0) == FSD_OK); // has room for the KV cache, or for the image
+    s.check_conversation();
+    const uint64_t budget = stats().host_used_bytes + 1;
+    CHECK(fsd_set_host_budget(budget, 0) == FSD_OK);
+    CHECK(stats().host_mapped && stats().kv_host_bytes == 0);
+    CHECK(tower.encode() == GGML_STATUS_SUCCESS);
+    const fsd_stats st = stats();
+    CHECK(st.kv_host_bytes > 1 && st.host_floor_bytes <= budget && st.host_used_bytes <= budget);
+    s.check_conversation();
+}
+
+LINUX_SCENARIO(a_host_budget_does_not_wait_for_an_image) {
+    fsd_config config = config_of(0);
+    config.emulated_link_gbps = 0.01; // the image takes seconds
+    DiskSession s(config);
+    s.commit();
+    Tower tower(32, 4);
+    const fsd_stats before = stats();
+    std::thread limiter([&] {
+        while (stats().steps == before.steps) {
+            std::this_thread::yield();
+        }
+        CHECK(fsd_set_host_budget(before.host_floor_bytes, 60) == FSD_OK);
+        CHECK(stats().host_used_bytes <= before.host_floor_bytes);
+        CHECK(fsd_set_abort(1) == FSD_OK);
+    });
+    CHECK(tower.encode() == GGML_STATUS_ABORTED); // the limit was reached before its end
+    limiter.join();
+    CHECK(fsd_set_abort(0) == FSD_OK);
+    s.check_conversation();
+}
+
 LINUX_SCENARIO(a_host_budget_can_be_set_before_the_model_is_loaded) {
     const uint64_t budget = Weights().bytes * 3 / 4;
     CHECK(fsd_set_host_budget(budget, 0) == FSD_BAD_STATE);

@@ -367,7 +367,7 @@ class HostMemory:
         device, asked = self._runtime.device, self._asked_bytes
         # 0 is no limit, and far from every limit: those of small models are smaller than a step.
         differs = (limit_bytes > 0) != (asked > 0) or abs(asked - limit_bytes) >= STEP_BYTES
-        if device is not None and (differs or self._is_late()):
+        if device is not None and (differs or self._is_late() or self._is_over()):
             # Its floor rises with the KV blocks: the next look sets it anew.
             with contextlib.suppress(BudgetBelowFloor):
                 with contextlib.suppress(DeadlineMissed):  # it obeys after the graph
@@ -378,6 +378,14 @@ class HostMemory:
         """Whether the shard device has not obeyed yet."""
         device = self._runtime.device
         return device is not None and device.stats().host_budget_bytes != self._asked_bytes
+
+    def _is_over(self) -> bool:
+        """Whether the shard device holds more than its part: KV blocks have moved to host memory."""
+        device = self._runtime.device
+        if device is None:
+            return False
+        stats = device.stats()
+        return 0 < stats.host_budget_bytes < stats.host_used_bytes
 
     def _await_release(self, timeout_s: float) -> None:
         """Waits until what is held is within the host budget: for the shard device, and for copies that are being made,
