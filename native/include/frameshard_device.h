@@ -164,8 +164,8 @@ FSD_API fsd_status fsd_set_async(int on);
 FSD_API fsd_status fsd_end_graph(void);
 
 /* fsd_park frees all VRAM but the driver's own context; the KV cache moves to host memory. No graph may run until
- * fsd_unpark has allocated it again, within the budget then in force. FSD_BELOW_FLOOR and FSD_OUT_OF_MEMORY leave the device
- * parked. */
+ * fsd_unpark has allocated it again, within the budget then in force. FSD_OUT_OF_MEMORY of fsd_park: host memory has no room for
+ * the KV cache, and the device is not parked. FSD_BELOW_FLOOR and FSD_OUT_OF_MEMORY of fsd_unpark leave it parked. */
 FSD_API fsd_status fsd_park(void);
 FSD_API fsd_status fsd_unpark(void);
 

@@ -164,7 +164,10 @@ fsd_status fsd_park(void) {
     if (!d.committed) {
         return fail(FSD_BAD_STATE, "fsd_park comes after fsd_commit");
     }
-    d.park();
+    if (!d.park()) {
+        return fail(FSD_OUT_OF_MEMORY, "host memory has no room for the KV cache, so the device was not parked: end "
+                                       "conversations, or free host memory, and park again");
+    }
     return FSD_OK;
 }
 

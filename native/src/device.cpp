@@ -141,14 +141,25 @@ fsd_status Device::commit(std::string &why) {
     return FSD_OK;
 }
 
-void Device::park() {
+bool Device::park() {
     inner.synchronize();
+    if (!kv.park()) { // before all else, so that there is little to take back
+        kv.fetch_blocks();
+        kv.unpark(); // blocks that were in host memory before
+        apply_host_budget();
+        update_placements();
+        return false;
+    }
+    parked = true;
+    give_back();
+    return true;
+}
+
+void Device::give_back() {
     while (arena.evict()) {
     }
     ring.resize(0);
     programs.clear();
-    parked = true;
-    kv.park();
     for (Buffer *b : buffers) {
         if (b->graph) {
             b->graph->release(inner, ledger);
@@ -182,7 +193,8 @@ fsd_status Device::unpark(std::string &why) {
     const fsd_status status = opened ? commit(why) : FSD_OUT_OF_MEMORY;
     if (status != FSD_OK) {
         if (opened) {
-            park(); // what was taken is given back
+            kv.park(); // blocks without host memory wait in VRAM
+            give_back();
         }
         return status;
     }

@@ -76,8 +76,9 @@ struct Device {
     // Cuts the weights, checks the budget against the floor and takes the VRAM that the model cannot do without. `why` is the
     // reason of a failure.
     fsd_status commit(std::string &why);
-    // Gives all VRAM back but the driver's; KV and compute buffers wait in host memory. commit() takes it again.
-    void park();
+    // Gives all VRAM back but the driver's; KV and compute buffers wait in host memory. unpark() takes it again. False: host
+    // memory for the KV cache was refused; the device is not parked.
+    bool park();
     fsd_status unpark(std::string &why);
 
     // Brings a requested budget into force. False: the running graph must stop first, so that what it holds is free.
@@ -127,6 +128,7 @@ struct Device {
     void apply_budget(uint64_t bytes); // for BudgetRequests
 
   private:
+    void give_back(); // all VRAM but the driver's and that of KV blocks
     bool take_scratch();
     void open_cache();
     bool uses_cpu() const;

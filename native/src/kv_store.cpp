@@ -519,18 +519,20 @@ void KvStore::clear(KvCache &cache, uint8_t value) {
     }
 }
 
-void KvStore::park() {
+bool KvStore::park() {
     pageable_ = true;
     drop_kept();
+    bool moved = true;
     each_block([&](KvBlock &b) {
         take_spare(b);
         if (b.bytes > 0 && !b.in_host_memory) {
-            relocate(b, b.cells, b.streams, true);
+            moved = relocate(b, b.cells, b.streams, true) && moved;
         }
     });
     if (window_) {
         release_window();
     }
+    return moved;
 }
 
 void KvStore::unpark() {

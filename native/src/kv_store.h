@@ -64,8 +64,9 @@ class KvStore {
     // memory was refused.
     bool settle(bool may_shrink);
 
-    // Moves all blocks to host memory and frees the window; unpark() moves them to pinned memory.
-    void park();
+    // Moves all blocks to host memory and frees the window; unpark() moves them to pinned memory. False: host memory was
+    // refused for some, which stay in VRAM.
+    bool park();
     void unpark();
 
     // The system needs more time to give pinned memory than the device needs to copy cells into it. So blocks in VRAM have

@@ -724,7 +724,10 @@ class ShardDevice:
 
     def park(self) -> None:
         """Frees all VRAM except for the driver's own. The KV cache moves to host memory. No decode may run before
-        :meth:`unpark`."""
+        :meth:`unpark`.
+
+        :raises OutOfMemory: host memory has no room for the KV cache. The device is not parked.
+        """
         self._check(self._lib.fsd_park())
         self.parked = True
 

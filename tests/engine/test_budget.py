@@ -312,7 +312,7 @@ def test_a_change_that_is_refused_changes_neither_budget() -> None:
     def unpark() -> None:
         raise OutOfMemory("the device could not be opened again")
 
-    runtime: Any = SimpleNamespace(device=_Device(), floor_lock=threading.Lock(), unpark=unpark)
+    runtime: Any = SimpleNamespace(device=_Device(), floor_lock=threading.Lock(), vram_budget_bytes=100, unpark=unpark)
     budgets = Budgets(link, lambda change: change(), lambda: None)
     budgets.parked = True
     budgets._host = host
@@ -320,6 +320,32 @@ def test_a_change_that_is_refused_changes_neither_budget() -> None:
     assert isinstance(sent[-1], em.BudgetRefused)
     assert sent[-1].error.name == "out_of_memory"
     assert host.budget_bytes == 100
+
+
+def test_a_refused_park_leaves_the_engine_as_it_was() -> None:
+    """The VRAM budget is lowered before the engine parks. After the refusal the one of before is in force again."""
+    sent: list[Any] = []
+    plans: list[bool] = []
+    link: Any = SimpleNamespace(send=sent.append)
+    host: Any = _Host(100)
+    in_force = [50]
+
+    class Device(_Device):
+        def set_budget(self, vram_bytes: int, timeout_s: float = 5.0) -> None:
+            in_force.append(vram_bytes)
+
+        def park(self) -> None:
+            assert in_force[-1] == self.stats().floor_bytes
+            raise OutOfMemory("host memory has no room for the KV cache")
+
+    runtime: Any = SimpleNamespace(device=Device(), floor_lock=threading.Lock(), vram_budget_bytes=50)
+    budgets = Budgets(link, lambda change: change(), lambda: plans.append(budgets.parked))
+    budgets._host = host
+    budgets._carry_out(runtime, em.SetBudget(1, 40, 1.0, parked=True, host_budget_bytes=200))
+    assert isinstance(sent[-1], em.BudgetRefused)
+    assert sent[-1].error.name == "out_of_memory"
+    assert (in_force[-1], host.budget_bytes) == (50, 100)
+    assert plans == [False]
 
 
 class StandIn:

@@ -13,11 +13,17 @@
 
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <functional>
 #include <random>
 #include <set>
 #include <string>
 #include <thread>
+
+#if defined(__linux__)
+#include <sys/resource.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -1648,6 +1654,43 @@ LINUX_SCENARIO(a_host_budget_does_not_wait_for_an_image) {
     limiter.join();
     CHECK(fsd_set_abort(0) == FSD_OK);
     s.check_conversation();
+}
+
+// The address space of this process may grow by no more than so much while this exists.
+struct SmallAddressSpace {
+    explicit SmallAddressSpace(uint64_t more) {
+        uint64_t pages = 0;
+        std::ifstream("/proc/self/statm") >> pages;
+        CHECK(getrlimit(RLIMIT_AS, &before) == 0);
+        const rlimit now = {pages * (uint64_t)sysconf(_SC_PAGESIZE) + more, before.rlim_max};
+        CHECK(setrlimit(RLIMIT_AS, &now) == 0);
+    }
+    ~SmallAddressSpace() { CHECK(setrlimit(RLIMIT_AS, &before) == 0); }
+    rlimit before = {};
+};
+
+// Host memory has room for one KV block, and not for the others.
+LINUX_SCENARIO(a_device_without_host_memory_for_its_cache_is_not_parked) {
+    Session s(config_of(0), kConversation, 16 * 1024);
+    s.commit();
+    CHECK(fsd_use_kv(0, 16 * 1024) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+    s.net->forget();
+    s.check_decode(0);
+    const fsd_stats before = stats();
+    CHECK(before.kv_bytes > 64 << 20 && before.kv_host_bytes == 0);
+    {
+        const SmallAddressSpace small(before.kv_bytes / kLayers * 3 / 2);
+        CHECK(fsd_park() == FSD_OUT_OF_MEMORY);
+        CHECK(std::strstr(fsd_last_error(), "KV cache") != nullptr);
+        const fsd_stats st = stats();
+        CHECK(st.used_bytes == before.used_bytes && st.kv_bytes == before.kv_bytes && st.kv_host_bytes == 0);
+        CHECK(st.resident_bytes == before.resident_bytes && fsd_unpark() == FSD_BAD_STATE);
+        s.check_decode(1);
+    }
+    CHECK(fsd_park() == FSD_OK && stats().used_bytes == 0 && fsd_unpark() == FSD_OK);
+    for (size_t i = 2; i < s.conversation.size(); i++) {
+        s.check_decode(i);
+    }
 }
 
 LINUX_SCENARIO(a_host_budget_can_be_set_before_the_model_is_loaded) {

@@ -256,8 +256,11 @@ class Budgets:
         """Parks or unparks in the main thread, which also sets the budget, so that late changes keep their order.
 
         :raises DeadlineMissed: a running decode has not ended in time. The change is made when it ends.
+        :raises OutOfMemory: host memory has no room for the KV cache, or the device none to unpark. The engine stays
+            parked or active as it was. An active one has the VRAM budget of before.
         """
         park, device = command.parked, runtime.device
+        before_bytes = runtime.vram_budget_bytes
         done = self._park_done = threading.Event()
         failure: list[FrameshardError] = []
 
@@ -275,6 +278,8 @@ class Budgets:
                 self._replan()
             except FrameshardError as error:
                 failure.append(error)
+                if time.monotonic() >= deadline:  # the command had its last answer
+                    logger.warning("a late change of the lease has failed: %s", error)
             done.set()
 
         if park and not self.parked and device is not None:
@@ -285,6 +290,10 @@ class Budgets:
         if not done.wait(_seconds_to(deadline)):
             raise DeadlineMissed("a decode is still running; it stays in force")
         if failure:
+            if park and not self.parked and device is not None:
+                with runtime.floor_lock:
+                    device.set_budget(before_bytes)
+                self._replan()
             raise failure[0]
 
     def _await_observed(self, runtime: Runtime, within_bytes: int, deadline: float) -> int | None:
