@@ -336,9 +336,9 @@ FSD_API fsd_status fsd_trace_start(void);
 FSD_API fsd_status fsd_trace_stop(fsd_span *spans, size_t n_max, size_t *n);
 
 /* Measurements of the machine for a profile. Each takes about `seconds`, and half a second more where a GPU was idle. Call
- * before fsd_commit or between graphs. Rates are bytes or floating-point operations per second; 0 if there was no room or the
- * device cannot do it. They use at most half of the budget that is free or that weights and the ring can give back. A request
- * for a budget ends them: FSD_STOPPED. */
+ * before fsd_commit or between graphs, not while the device is parked. Rates are bytes or floating-point operations per second;
+ * 0 if there was no room or the device cannot do it. They use at most half of the budget that is free or that weights and the
+ * ring can give back. A request for a budget ends them: FSD_STOPPED. */
 #define FSD_PROBE_PIECES 4
 #define FSD_PROBE_THREADS 3
 #define FSD_PROBE_BATCHES 5

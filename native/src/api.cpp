@@ -110,7 +110,7 @@ fsd_status fsd_configure(const fsd_config *config) {
 fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uint32_t n_shards) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    if (d.committed) {
+    if (d.committed || d.parked) {
         return fail(FSD_BAD_STATE, "fsd_set_shards comes before fsd_commit");
     }
     std::map<std::string, LadderPlace> ladder;
@@ -128,8 +128,9 @@ fsd_status fsd_set_shards(const fsd_shard_tensor *tensors, size_t n_tensors, uin
 fsd_status fsd_commit(void) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    if (!d.configured.load() || d.committed) {
-        return fail(FSD_BAD_STATE, "fsd_commit comes once, after fsd_configure and the llama context");
+    if (!d.configured.load() || d.committed || d.parked) {
+        return fail(FSD_BAD_STATE, "fsd_commit comes once, after fsd_configure and the llama context; fsd_unpark ends "
+                                   "the parking of a device");
     }
     std::string why;
     const fsd_status status = d.commit(why);

@@ -426,6 +426,9 @@ static double attention_seconds(Device &d, ggml_type type, int64_t head_dim, int
 
 static fsd_status no_room() { return fail(FSD_OUT_OF_MEMORY, "the measurement finds no room for its data"); }
 
+// The streams are closed then.
+static fsd_status is_parked() { return fail(FSD_BAD_STATE, "a parked device measures nothing: call fsd_unpark first"); }
+
 static fsd_status was_stopped() { return fail(FSD_STOPPED, "the measurement was stopped"); }
 
 } // namespace fsd
@@ -441,6 +444,9 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (d.parked) {
+        return is_parked();
+    }
     d.inner.synchronize();
     const double each = seconds / (5 * FSD_PROBE_PIECES + 2 * FSD_PROBE_THREADS + 4);
     {
@@ -505,6 +511,9 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (d.parked) {
+        return is_parked();
+    }
     d.inner.synchronize();
     const uint32_t batches[FSD_PROBE_BATCHES] = {1, 16, 64, 512, 2048};
     const double each = seconds / (2 * FSD_PROBE_BATCHES + 1);
@@ -552,6 +561,9 @@ extern "C" fsd_status fsd_probe_look(int type, int64_t rows, int64_t cols, fsd_l
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (d.parked) {
+        return is_parked();
+    }
     d.inner.synchronize();
     constexpr double each = 0.01; // fast calls are made up to three times, slow ones once
     {
@@ -595,6 +607,9 @@ extern "C" fsd_status fsd_probe_attention(int64_t head_dim, int64_t n_head, int6
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
     std::lock_guard<std::mutex> lock(d.graph_mutex);
+    if (d.parked) {
+        return is_parked();
+    }
     d.inner.synchronize();
     const ggml_type type = (ggml_type)r->type;
     const double bytes = 2.0 * (double)((size_t)(n_kv * n_head_kv) * ggml_row_size(type, head_dim));

@@ -527,6 +527,7 @@ SCENARIO(a_parked_device_holds_nothing_and_goes_on_where_it_was) {
                 CHECK(stats().used_bytes == 0 && stats().resident_bytes == 0);
                 CHECK(fs_emulated_get_stats(fsd::device().inner.dev).used_bytes == 0);
                 CHECK(fsd_park() == FSD_BAD_STATE && fsd_fill(UINT64_MAX, nullptr) == FSD_BAD_STATE);
+                CHECK(fsd_commit() == FSD_BAD_STATE && fsd_set_shards(nullptr, 0, 1) == FSD_BAD_STATE);
                 CHECK(fsd_set_budget(s.floor - 1, 0) == FSD_BELOW_FLOOR);
                 CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
                 CHECK(stats().used_bytes == 0);
@@ -799,38 +800,55 @@ SCENARIO(a_budget_below_the_floor_is_refused) {
     s.check_ledger();
 }
 
-SCENARIO(probes_say_why_they_fail) {
-    fsd_machine_rates machine = {};
-    fsd_product_rates product = {};
-    fsd_attention_rates attention = {};
-    fsd_look_rates look = {};
-    machine.struct_size = sizeof(machine);
-    product.struct_size = sizeof(product);
-    attention.struct_size = sizeof(attention);
-    attention.type = GGML_TYPE_F16;
-    look.struct_size = sizeof(look);
-    const auto expect = [](fsd_status status, fsd_status wanted, const char *why) {
+struct Probes {
+    Probes() {
+        machine.struct_size = sizeof(machine);
+        product.struct_size = sizeof(product);
+        attention.struct_size = sizeof(attention);
+        attention.type = GGML_TYPE_F16;
+        look.struct_size = sizeof(look);
+    }
+    static void expect(fsd_status status, fsd_status wanted, const char *why) {
         CHECK(status == wanted && std::strstr(fsd_last_error(), why) != nullptr);
         CHECK(fsd_set_plan(nullptr, 0, 0, 0, 2, 0) == FSD_BAD_ARGUMENT); // leaves another message
-    };
-    const auto expect_of_all = [&](fsd_status wanted, const char *why) {
+    }
+    void expect_of_all(fsd_status wanted, const char *why) {
         expect(fsd_probe_machine(0.01, &machine), wanted, why);
         expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0.01, &product), wanted, why);
         expect(fsd_probe_attention(64, 2, 2, 256, 0.01, &attention), wanted, why);
         expect(fsd_probe_look(GGML_TYPE_F16, 256, 256, &look), wanted, why);
-    };
-    expect(fsd_probe_machine(0, &machine), FSD_BAD_ARGUMENT, "fsd_probe_machine");
-    expect(fsd_probe_product(GGML_TYPE_Q4_1, 256, 33, 0.01, &product), FSD_BAD_ARGUMENT, "fsd_probe_product");
-    expect(fsd_probe_attention(64, 3, 2, 256, 0.01, &attention), FSD_BAD_ARGUMENT, "fsd_probe_attention");
-    expect(fsd_probe_look(GGML_TYPE_Q4_1, 256, 33, &look), FSD_BAD_ARGUMENT, "fsd_probe_look");
-    expect_of_all(FSD_BAD_STATE, "fsd_configure comes first");
+    }
+
+    fsd_machine_rates machine = {};
+    fsd_product_rates product = {};
+    fsd_attention_rates attention = {};
+    fsd_look_rates look = {};
+};
+
+SCENARIO(probes_say_why_they_fail) {
+    Probes p;
+    p.expect(fsd_probe_machine(0, &p.machine), FSD_BAD_ARGUMENT, "fsd_probe_machine");
+    p.expect(fsd_probe_product(GGML_TYPE_Q4_1, 256, 33, 0.01, &p.product), FSD_BAD_ARGUMENT, "fsd_probe_product");
+    p.expect(fsd_probe_attention(64, 3, 2, 256, 0.01, &p.attention), FSD_BAD_ARGUMENT, "fsd_probe_attention");
+    p.expect(fsd_probe_look(GGML_TYPE_Q4_1, 256, 33, &p.look), FSD_BAD_ARGUMENT, "fsd_probe_look");
+    p.expect_of_all(FSD_BAD_STATE, "fsd_configure comes first");
     const fsd_config config = config_of(64);
     CHECK(fsd_configure(&config) == FSD_OK);
-    expect(fsd_probe_machine(0.01, &machine), FSD_OUT_OF_MEMORY, "no room");
-    expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0.01, &product), FSD_OUT_OF_MEMORY, "no room");
-    expect(fsd_probe_look(GGML_TYPE_F16, 256, 256, &look), FSD_OUT_OF_MEMORY, "no room");
+    p.expect(fsd_probe_machine(0.01, &p.machine), FSD_OUT_OF_MEMORY, "no room");
+    p.expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0.01, &p.product), FSD_OUT_OF_MEMORY, "no room");
+    p.expect(fsd_probe_look(GGML_TYPE_F16, 256, 256, &p.look), FSD_OUT_OF_MEMORY, "no room");
     CHECK(fsd_set_budget(0, 1) == FSD_OK && fsd_stop_probe(1) == FSD_OK);
-    expect_of_all(FSD_STOPPED, "stopped");
+    p.expect_of_all(FSD_STOPPED, "stopped");
+}
+
+SCENARIO(a_parked_device_measures_nothing) {
+    Session s(config_of(0));
+    s.commit();
+    Probes p;
+    CHECK(fsd_park() == FSD_OK);
+    p.expect_of_all(FSD_BAD_STATE, "fsd_unpark");
+    CHECK(fsd_unpark() == FSD_OK && fsd_probe_look(GGML_TYPE_F16, 256, 256, &p.look) == FSD_OK);
+    s.check_conversation();
 }
 
 SCENARIO(host_memory_is_counted_and_limited) {
