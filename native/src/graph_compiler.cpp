@@ -74,6 +74,7 @@ class Compiler {
     bool allocate_shadow(std::string &why);
     void lay_segments();
     void mark_crossings();
+    bool is_supported(const ExpertGroup &group) const;
     void find_groups();
     bool place_experts();
     void count_uses();
@@ -739,13 +740,19 @@ bool Compiler::serves_cpu(const ExpertGroup &group, uint32_t shard) const {
     return p.key.tier && p.key.tier->on_cpu(shard) && d.cache.serves_experts(shard, most * group.products.size());
 }
 
+// Whether the inner device can compute all nodes of a group.
+bool Compiler::is_supported(const ExpertGroup &group) const {
+    return std::none_of(step_of.begin() + group.node0, step_of.begin() + group.node1,
+                        [this](int step) { return steps[(size_t)step].unsupported; });
+}
+
 // Finds the graph's expert groups, and chooses those that are computed expert by expert: in graphs of few tokens, the groups
 // that are not fully resident.
 void Compiler::find_groups() {
     std::set<uint32_t> layers;
     for (int i = 0; i < g->n_nodes; i++) {
         ExpertGroup group;
-        if (find_group(d, g, i, last_reader, group) && layers.insert(group.layer).second) {
+        if (find_group(d, g, i, last_reader, group) && is_supported(group) && layers.insert(group.layer).second) {
             for (size_t k = 0; k < group.products.size(); k++) {
                 product_of[group.products[k]] = {all_groups.size(), k};
             }

@@ -11,6 +11,7 @@
 #include "ggml-alloc.h"
 #include "ggml-impl.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <fstream>
@@ -624,6 +625,44 @@ SCENARIO(cached_experts_do_not_wait_for_the_host) {
     CHECK(decode(kExperts - 1, FSD_CPU).first == 0); // two could have the same number
     CHECK(fsd_clear_expert_cache() == FSD_OK);
     CHECK(decode(all, FSD_CPU) == std::pair(uint64_t{n_groups}, uint64_t{0}));
+}
+
+// Some devices have no products with experts' weights of a type.
+decltype(ggml_backend_device::iface.supports_op) emulated_supports_op;
+decltype(ggml_backend::iface.graph_compute) emulated_graph_compute;
+
+bool is_q4_1_expert_product(const ggml_tensor *op) {
+    return op->op == GGML_OP_MUL_MAT_ID && op->src[0]->type == GGML_TYPE_Q4_1;
+}
+
+void refuse_q4_1_experts() {
+    fsd::Inner &inner = fsd::device().inner;
+    emulated_supports_op = inner.dev->iface.supports_op;
+    inner.dev->iface.supports_op = [](ggml_backend_dev_t device, const ggml_tensor *op) {
+        return !is_q4_1_expert_product(op) && emulated_supports_op(device, op);
+    };
+    emulated_graph_compute = inner.compute->iface.graph_compute;
+    inner.compute->iface.graph_compute = [](ggml_backend_t backend, ggml_cgraph *graph) {
+        const bool refused = std::any_of(graph->nodes, graph->nodes + graph->n_nodes, is_q4_1_expert_product);
+        return refused ? GGML_STATUS_FAILED : emulated_graph_compute(backend, graph);
+    };
+}
+
+SCENARIO(experts_that_the_device_cannot_multiply_are_not_sent_to_it) {
+    Session s(config_of(0));
+    refuse_q4_1_experts();
+    s.commit();
+    for (const fsd_placement where : {FSD_STREAMED, FSD_CPU}) {
+        const std::vector<uint8_t> placement(s.n_shards, where);
+        const fsd_tier tier = {0, placement.data()};
+        for (const uint64_t budget : {s.floor + (2 << 20), s.full}) {
+            CHECK(fsd_set_budget(budget, 0) == FSD_OK);
+            CHECK(fsd_set_plan(&tier, 1, s.n_shards, 2 << 20, 0.5, 0) == FSD_OK);
+            CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+            s.check_conversation();
+        }
+    }
+    CHECK(stats().experts_streamed == 0 && stats().experts_on_cpu == 0);
 }
 
 // Copies of a few KiB would wait behind copies of weights. So kernels read results of the CPU from host memory, where
