@@ -187,7 +187,8 @@ FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t 
                                 double expert_stream_share, int exact);
 
 /* [any thread] Requests a budget. It is applied between two steps of a running graph, otherwise at once. Waits until
- * used_bytes <= bytes, at most timeout_s. A budget below the floor changes nothing and returns FSD_BELOW_FLOOR. */
+ * used_bytes <= bytes, or a later request has replaced this one, at most timeout_s. A budget below the floor changes nothing and
+ * returns FSD_BELOW_FLOOR. */
 FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
 
 /* [any thread] Requests a limit on host_used_bytes; 0: no limit. It is applied between two steps of a running graph, otherwise
@@ -195,7 +196,8 @@ FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
  * of them is held in memory, the others are read from the file: ahead of use, and experts when they are chosen. Only Linux can
  * do that; the floor says so. A graph fails with GGML_STATUS_FAILED when weights cannot be read, or when the file has changed.
  * A limit below the floor changes nothing and returns FSD_BELOW_HOST_FLOOR. Before fsd_commit the floor is not known:
- * fsd_commit checks the limit then, with the same result. Waits until host_used_bytes <= bytes, at most timeout_s. */
+ * fsd_commit checks the limit then, with the same result. Waits until host_used_bytes <= bytes, or a later request has replaced
+ * this one, at most timeout_s. */
 FSD_API fsd_status fsd_set_host_budget(uint64_t bytes, double timeout_s);
 
 /* A sequence of llama.cpp has, or soon will have, so many cells. Memory for them is allocated at once. Memory that is no

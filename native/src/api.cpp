@@ -382,7 +382,7 @@ fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
         }
         d.requests.wait();
     }
-    if (d.ledger.used() > wanted) {
+    if (d.ledger.used() > wanted && !d.requests.replaced(number)) {
         return fail(FSD_TIMEOUT, "more is in use than the budget allows; it stays in force");
     }
     return FSD_OK;
@@ -404,7 +404,7 @@ fsd_status fsd_set_host_budget(uint64_t bytes, double timeout_s) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
     const auto reached = [&] {
         const bool known = d.host.floor() > 0; // before fsd_commit nothing can be freed
-        return d.host.applied(number) && (bytes == 0 || !known || d.host.used() <= bytes);
+        return d.host.applied(number) && (bytes == 0 || !known || d.host.used() <= bytes || d.host.replaced(number));
     };
     while (!reached()) {
         if (!d.host.applied(number) && d.apply_host_budget_if_idle()) {

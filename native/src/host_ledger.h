@@ -43,6 +43,8 @@ class HostLedger {
     // Asks for a budget; returns the number of the request.
     uint64_t ask(uint64_t bytes);
     uint64_t asked() const { return asked_.load(); }
+    // Whether a later request has come.
+    bool replaced(uint64_t request) const { return asked_.load() != request; }
     bool applied(uint64_t request) const { return applied_.load() >= request; }
     void bring_into_force() { budget_.store(wanted_.load()); }
     void note_applied(uint64_t request) { applied_.store(request); }

@@ -23,6 +23,8 @@ class BudgetRequests {
     uint64_t ask(uint64_t bytes);
     bool pending() const { return asked_.load() != applied_.load(); }
     uint64_t requested() const { return bytes_.load(); } // the latest budget asked for
+    // Whether a later request has come.
+    bool replaced(uint64_t request) const { return asked_.load() != request; }
     bool applied(uint64_t request) const { return applied_.load() >= request; }
     uint64_t rounds() const { return rounds_.load(); } // how often budgets were brought into force
     // Waits a millisecond, or less if a budget is applied meanwhile.

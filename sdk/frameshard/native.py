@@ -823,7 +823,8 @@ class ShardDevice:
         )
 
     def set_budget(self, vram_budget_bytes: int, timeout_s: float = 5.0) -> None:
-        """Any thread, also while a graph runs: sets the budget. Returns when at most ``vram_budget_bytes`` are in use.
+        """Any thread, also while a graph runs: sets the budget. Returns when at most ``vram_budget_bytes`` are in use,
+        or when a later budget has replaced it.
 
         :raises BudgetBelowFloor: the budget is too small; nothing changes.
         :raises DeadlineMissed: more was in use after ``timeout_s`` seconds. The budget stays in force.
@@ -834,8 +835,8 @@ class ShardDevice:
 
     def set_host_budget(self, host_budget_bytes: int, timeout_s: float = 5.0) -> None:
         """Any thread, also while a graph runs: limits the host memory that the device holds; 0 for no limit. Returns
-        when at most ``host_budget_bytes`` are in use. Before :meth:`commit` the floor is not known, so :meth:`commit`
-        checks the limit.
+        when at most ``host_budget_bytes`` are in use, or when a later limit has replaced it. Before :meth:`commit` the
+        floor is not known, so :meth:`commit` checks the limit.
 
         :raises BudgetBelowFloor: the limit is below ``host_floor_bytes``; nothing changes.
         :raises DeadlineMissed: more was in use after ``timeout_s`` seconds. The limit stays in force.

@@ -839,6 +839,26 @@ SCENARIO(a_budget_below_the_floor_is_refused) {
     s.check_ledger();
 }
 
+SCENARIO(a_budget_that_a_later_one_replaces_is_not_late) {
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().used_bytes > s.floor);
+    fsd::Device &d = fsd::device();
+    fsd_status status = FSD_TIMEOUT;
+    std::thread first;
+    {
+        std::lock_guard<std::mutex> busy(d.graph_mutex); // as while a graph runs
+        first = std::thread([&] { status = fsd_set_budget(s.floor, 60); });
+        while (!d.requests.pending()) {
+            std::this_thread::yield();
+        }
+        d.requests.ask(s.full);
+    }
+    first.join();
+    CHECK(status == FSD_OK);
+    CHECK(stats().budget_bytes == s.full && stats().used_bytes > s.floor);
+}
+
 struct Probes {
     Probes() {
         machine.struct_size = sizeof(machine);
@@ -1711,6 +1731,25 @@ LINUX_SCENARIO(a_host_budget_does_not_wait_for_an_image) {
     limiter.join();
     CHECK(fsd_set_abort(0) == FSD_OK);
     s.check_conversation();
+}
+
+LINUX_SCENARIO(a_host_budget_that_a_later_one_replaces_is_not_late) {
+    DiskSession s(config_of(0));
+    s.commit();
+    fsd::Device &d = fsd::device();
+    fsd_status status = FSD_TIMEOUT;
+    std::thread first;
+    {
+        std::lock_guard<std::mutex> busy(d.graph_mutex); // as while a graph runs
+        first = std::thread([&] { status = fsd_set_host_budget(s.host_floor, 5); });
+        while (d.host.asked() == 0) {
+            std::this_thread::yield();
+        }
+        d.host.ask(0);
+    }
+    first.join();
+    CHECK(status == FSD_OK);
+    CHECK(stats().host_budget_bytes == 0 && stats().host_used_bytes > s.host_floor);
 }
 
 // The address space of this process may grow by no more than so much while this exists.
