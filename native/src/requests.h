@@ -4,12 +4,16 @@
 #include "ledger.h"
 #include "pacing.h"
 
+#include <algorithm>
 #include <condition_variable>
 
 namespace fsd {
 
-// A budget as it is compared: 0 means no limit.
-inline uint64_t limit_of(uint64_t budget_bytes) { return budget_bytes ? budget_bytes : UINT64_MAX / 4; }
+// A budget as it is compared: 0 means no limit. Sums and signed differences of larger numbers would overflow.
+inline uint64_t limit_of(uint64_t budget_bytes) {
+    constexpr uint64_t none = UINT64_MAX / 4;
+    return budget_bytes ? std::min(budget_bytes, none) : none;
+}
 
 // [any thread], but for serve() and apply().
 class BudgetRequests {

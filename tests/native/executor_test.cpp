@@ -859,6 +859,16 @@ SCENARIO(a_budget_that_a_later_one_replaces_is_not_late) {
     CHECK(stats().budget_bytes == s.full && stats().used_bytes > s.floor);
 }
 
+SCENARIO(the_largest_budget_is_no_limit) {
+    Session s(config_of(UINT64_MAX));
+    s.commit();
+    for (const uint64_t budget : {UINT64_MAX, UINT64_MAX / 2, uint64_t{0}}) {
+        CHECK(fsd_set_budget(budget, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        s.check_conversation();
+        CHECK(stats().kv_host_bytes == 0 && stats().streamed_bytes == 0 && stats().used_bytes == s.full);
+    }
+}
+
 struct Probes {
     Probes() {
         machine.struct_size = sizeof(machine);
