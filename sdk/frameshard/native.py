@@ -661,7 +661,6 @@ class ShardDevice:
             emulated_vram_bytes=emulated_vram_bytes,
             emulated_disk_gbps=disk_gbps,
         )
-        self._vram_budget_bytes = vram_budget_bytes
         self._check(self._lib.fsd_configure(ctypes.byref(config)))
         self.devices_array = (ctypes.c_void_p * 2)(handle, None)
 
@@ -678,7 +677,8 @@ class ShardDevice:
         if status == 4:
             raise errors.VersionMismatch(text)
         if status == 5:
-            raise errors.below_floor(self._vram_budget_bytes if budget is None else budget, self.stats().floor_bytes)
+            stats = self.stats()
+            raise errors.below_floor(stats.budget_bytes if budget is None else budget, stats.floor_bytes)
         if status == 10:
             stats = self.stats()
             wanted = stats.host_budget_bytes if budget is None else budget
@@ -831,7 +831,6 @@ class ShardDevice:
         """
         status = self._lib.fsd_set_budget(ctypes.c_uint64(vram_budget_bytes), ctypes.c_double(timeout_s))
         self._check(status, vram_budget_bytes)
-        self._vram_budget_bytes = vram_budget_bytes
 
     def set_host_budget(self, host_budget_bytes: int, timeout_s: float = 5.0) -> None:
         """Any thread, also while a graph runs: limits the host memory that the device holds; 0 for no limit. Returns

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
+from frameshard.broker.frameblock import FrameBlockMemory
 from frameshard.engine import budgets
 from frameshard.engine.budgets import Budgets
 from frameshard.errors import DeadlineMissed, OutOfMemory
 from frameshard.wire import engine as em
 from servers import until
+from sidecars import DEADLINE_S
 
 CASTLE = user("Who lives in the old castle?")
 LONG = "The wind blew over the hills and the old road was empty. "
@@ -270,6 +273,39 @@ def test_planned_mode_keeps_its_budget(model_path: Path) -> None:
         assert stats["used_bytes"] <= 80 * MIB
         assert stats["peak_bytes"] <= 100 * MIB
         assert stats["cpu_bytes"] + stats["streamed_bytes"] > 0
+
+
+OVERHEAD = """
+import sys
+
+from frameshard.engine.runtime import Runtime
+from frameshard.errors import BudgetBelowFloor
+from frameshard.frame import FrameBlock
+from frameshard.wire.engine import EngineConfig
+
+MIB = 1 << 20
+model, path = sys.argv[1:]
+config = EngineConfig(model, device="emulated", n_ctx=512, n_parallel=1, vram_budget_bytes=256 * MIB)
+with Runtime.load(config) as runtime, FrameBlock(path) as frames:
+    device = runtime.device
+    device.open_frame_block(path)
+    budget_bytes = device.stats().floor_bytes + MIB
+    frames.set_budget(budget_bytes)
+    device.poll_frame_block()
+    try:
+        device.set_overhead(64 * MIB)
+    except BudgetBelowFloor as error:
+        assert error.detail["budget_bytes"] == budget_bytes < error.detail["floor_bytes"]
+    else:
+        raise SystemExit("there is no such room")
+"""
+
+
+def test_an_overhead_without_room_names_the_budget_in_force(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """That budget came in the frame block. In a process of its own, because there is one device per process."""
+    path = FrameBlockMemory(tmp_path).path()
+    command = [sys.executable, "-c", OVERHEAD, str(tiny_model("llama")), path]
+    subprocess.run(command, check=True, timeout=DEADLINE_S)
 
 
 class _Device:
