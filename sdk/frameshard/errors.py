@@ -27,7 +27,7 @@ class FrameshardError(Exception):
     name: ClassVar[str] = "internal"
     retriable: ClassVar[bool] = False
 
-    def __init__(self, message: str, **detail: object) -> None:
+    def __init__(self, message: str, /, **detail: object) -> None:
         super().__init__(message)
         self.message = message
         self.detail = detail
@@ -231,6 +231,13 @@ def unknown_adapter(name: str, loaded: Iterable[str]) -> BadArgument:
     return BadArgument(
         f"no adapter {name!r} is loaded; loaded are: {', '.join(names) or 'none'}", field="adapters", loaded=names
     )
+
+
+def only_cause(error: BaseException) -> BaseException | None:
+    """The exception of a group that has only one, or only interrupts by Ctrl-C; None for another group."""
+    found = list(causes(error))
+    alike = len(found) == 1 or all(isinstance(each, KeyboardInterrupt) for each in found)
+    return found[0] if alike else None
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

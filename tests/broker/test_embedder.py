@@ -16,8 +16,11 @@ import trio
 
 import frameshard
 from frameshard import errors
+from frameshard.broker.embedder import Embedder
 from frameshard.plan.header import read_header
+from frameshard.wire import embedder as wire
 from frameshard.wire import messages as m
+from frameshard.wire.connection import ServerConnection
 from sidecars import alive, children, freeze, gone_after, in_trio, launch, raw_peer, thaw, until, until_lost
 
 PAIRS = {
@@ -221,6 +224,16 @@ async def test_requests_that_are_repeated_after_a_resumption_are_carried_out_onc
             await listen(20)
         answers = [(type(answer), answer.id) for answer in heard if not isinstance(answer, m.Pong)]
         assert answers == [(m.Embeddings, number) for number in (*range(2, 18), 20)]
+
+
+def test_an_embedder_that_gives_no_answer_has_not_answered() -> None:
+    """Its process is ended, and the text is still to be encoded."""
+    embedder = Embedder("encoder", epoch=77, changed=lambda: None)
+    embedder.ask(ServerConnection(1, epoch=77, held_bytes=1, now=0.0), m.Embed(2, 77, ("a",)))
+    embedder._next_text()
+    with pytest.raises(errors.BadMessage):
+        embedder._answered(wire.Encode("a"))
+    assert embedder._current is not None
 
 
 @in_trio

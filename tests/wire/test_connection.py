@@ -567,6 +567,13 @@ def test_unknown_error_names_keep_their_words() -> None:
     assert isinstance(info.exception(), UnknownJob)
 
 
+def test_a_detail_may_have_any_name() -> None:
+    """Those of a newer sidecar are not known."""
+    detail = {"message": "a", "self": "b"}
+    error = m.ErrorInfo(33, "overloaded", "why", True, detail).exception()
+    assert (error.message, error.detail) == ("why", detail)
+
+
 def test_state_tables_are_closed() -> None:
     for table in (states.JOB, states.SESSION, states.ENGINE):
         assert set(table) == set(type(next(iter(table))))

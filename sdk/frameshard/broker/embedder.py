@@ -132,7 +132,12 @@ class Embedder:
         return self._current.request.texts[len(self._current.rows)]
 
     def _answered(self, event: wire.Message) -> None:
-        """Takes the process's answer to the text."""
+        """Takes the process's answer to the text.
+
+        :raises BadMessage: it is no answer to a text.
+        """
+        if not isinstance(event, wire.Row | wire.Refused):
+            raise BadMessage("the embedder has not answered the text")
         asked, self._current = self._current, None
         assert asked is not None
         if not any(asked in mine for mine in self._waiting.values()):
@@ -142,7 +147,6 @@ class Embedder:
             error = event.error.exception()
             self._fail(asked, type(error)(f"texts[{n}]: {error.message}", **{**error.detail, "text": n}))
             return
-        assert isinstance(event, wire.Row)
         asked.rows.append(event)
         if len(asked.rows) == len(asked.request.texts):
             rows, n_tokens = b"".join(row.row for row in asked.rows), sum(row.n_tokens for row in asked.rows)

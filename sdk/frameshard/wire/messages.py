@@ -480,15 +480,15 @@ class Submit:
 
     def __post_init__(self) -> None:
         if self.kind == "completion" and (self.thinking != "off" or self.template_keywords):
-            raise checks.Refused("thinking: a completion has no chat template, which thoughts and keywords need")
+            raise checks.Refused("a completion has no chat template, which thoughts and keywords need", "thinking")
         if self.warm_up and self.images:
-            raise checks.Refused("warm_up: images cannot be read ahead")
+            raise checks.Refused("images cannot be read ahead", "warm_up")
         if self.kind == "chat" and (not self.messages or self.prompt):
-            raise checks.Refused("messages: a chat has messages and no prompt")
+            raise checks.Refused("a chat has messages and no prompt", "messages")
         if self.kind == "completion" and (self.messages or not self.prompt):
-            raise checks.Refused("prompt: a completion has a prompt and no messages")
+            raise checks.Refused("a completion has a prompt and no messages", "prompt")
         if any((bias.token is None) != bool(bias.text) for bias in self.sampling.logit_bias):
-            raise checks.Refused("sampling: each logit_bias has either a token or a text")
+            raise checks.Refused("each logit_bias has either a token or a text", "sampling")
 
 
 @dataclass(frozen=True)
@@ -665,9 +665,9 @@ class CountTokens:
 
     def __post_init__(self) -> None:
         if bool(self.messages) == bool(self.prompt):
-            raise checks.Refused("prompt: either messages or a prompt is counted")
+            raise checks.Refused("either messages or a prompt is counted", "prompt")
         if self.tools and not self.messages:
-            raise checks.Refused("tools: only a chat has tools")
+            raise checks.Refused("only a chat has tools", "tools")
 
 
 @dataclass(frozen=True)
@@ -685,7 +685,7 @@ class Embed:
 
     def __post_init__(self) -> None:
         if not self.texts:
-            raise checks.Refused("texts: at least one text is embedded")
+            raise checks.Refused("at least one text is embedded", "texts")
 
 
 @dataclass(frozen=True)
