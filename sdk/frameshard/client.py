@@ -13,7 +13,8 @@ anyio runs the one code in both libraries. Under asyncio a shield does not hold 
 cleanup here is complete although any wait in it may be cancelled.
 
 trio raises the KeyboardInterrupt of Ctrl-C in whichever task runs. The client's own tasks are protected from it: from
-there it would reach the user's code in an exception group, which ``except KeyboardInterrupt`` does not catch.
+there it would reach the user's code in an exception group, which ``except KeyboardInterrupt`` does not catch. What a
+callback such as `on_loading` raises in them ends the session, and leaves the client's block as it is, in no group.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +48,7 @@ from frameshard.errors import (
     JobCancelled,
     VersionMismatch,
     again,
-    causes,
+    only_cause,
 )
 from frameshard.frame import FrameBlock
 from frameshard.images import Pixels, SharedImages
@@ -54,6 +56,7 @@ from frameshard.inbox import EndOfChannel, Inbox
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
 from frameshard.tools import Tool
 from frameshard.transport import Flooded, Socket, configure
+from frameshard.wire import checks
 from frameshard.wire import launch as wire_launch
 from frameshard.wire import messages as m
 from frameshard.wire.connection import BEAT_S, ClientConnection
@@ -87,6 +90,9 @@ KV_S = 60.0
 
 PARTIAL_S = 60.0
 """Seconds to wait for the release after a change of the budget was granted in part."""
+
+ENDED_S = 0.5
+"""Seconds to see that nobody listens at the endpoint of a sidecar whose process is gone. The system says so at once."""
 
 SHUTDOWN_S = 1.0
 EXIT_S = 3.0
@@ -431,8 +437,9 @@ class Client:
         self._socket = socket
         self._answers: dict[int, Inbox[m.Reply]] = {}
         self._streams: dict[int, Inbox[m.JobEvent]] = {}
-        self._watchers: list[Inbox[m.Engine]] = []
-        self._listeners: list[Inbox[m.Notice]] = []
+        # Weak references: an inbox may be dropped without being closed.
+        self._watchers: weakref.WeakSet[Inbox[m.Engine]] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[Inbox[m.Notice]] = weakref.WeakSet()
         self._conversations = Conversations(name)
         self._welcomed = anyio.Event()
         self._blocked = anyio.Event()
@@ -794,9 +801,9 @@ class Client:
         """Ends the sidecar for all its clients."""
         return self._asked_then(self._core.shutdown, m.Ok, lambda ok: None)
 
-    def _listen(self, listeners: list[Inbox[T]]) -> Inbox[T]:
+    def _listen(self, listeners: weakref.WeakSet[Inbox[T]]) -> Inbox[T]:
         inbox = Inbox[T](MAX_UNREAD)
-        listeners.append(inbox)
+        listeners.add(inbox)
         if self._core.error is not None:
             inbox.close()
         return inbox
@@ -1056,8 +1063,7 @@ async def _status(sidecar: anyio.abc.Process) -> str:
     return f"by signal {-sidecar.returncode}" if sidecar.returncode < 0 else f"with status {sidecar.returncode}"
 
 
-def _tell(listeners: list[Inbox[T]], what: T) -> None:
-    listeners[:] = [listener for listener in listeners if not listener.closed]
+def _tell(listeners: Iterable[Inbox[T]], what: T) -> None:
     for listener in listeners:
         listener.put(what)
 
@@ -1073,6 +1079,10 @@ class ClientScope:
         log: int | None,
         on_loading: OnLoading | None = None,
     ) -> None:
+        try:
+            checks.fields_of(m.Hello)["client"].check.take(name, True)
+        except checks.Refused as refused:
+            raise BadArgument(f"name: {refused}", field="name") from None
         self._name = name
         self.on_loading = on_loading
         self._info = info
@@ -1116,9 +1126,10 @@ class ClientScope:
                     self._client._traffic.cancel()
                 await self._tasks.__aexit__(None, None, None)
             except BaseException as error:
-                if all(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
-                    raise KeyboardInterrupt from None
-                raise
+                cause = only_cause(error)
+                if cause is None:
+                    raise
+                raise cause from None
             finally:
                 if self._client is not None:
                     self._client._socket.close()
@@ -1187,6 +1198,8 @@ class ClientScope:
         return wire_launch.parse_ready(line)
 
     def _connect(self, info: ConnectInfo) -> Client:
+        if self._config is None and _has_ended(info):
+            raise ConnectionLost(f"the sidecar of this connect file has ended (its process {info.pid} is gone)")
         if info.protocol < m.VERSION:
             raise VersionMismatch(f"the sidecar speaks protocol {info.protocol}, this client needs {m.VERSION}")
         self._context = zmq.Context()
@@ -1296,15 +1309,42 @@ def connect(target: str | os.PathLike[str] | ConnectInfo, *, name: str = "python
     """
     if isinstance(target, ConnectInfo):
         return ClientScope(name, target, None, None)
+    if not isinstance(target, str | os.PathLike):
+        raise BadArgument("target must be the path of a connect file, or a client's info", field="target")
     try:
-        text = Path(target).read_bytes()
+        text = system.read_start(Path(target), wire_launch.MAX_CONNECT_FILE)
+    except FileExistsError as error:
+        raise BadArgument(f"{os.fspath(target)} is no connect file: {error.strerror}", field="target") from None
     except OSError as error:
         raise ConnectionLost(f"no sidecar has left its connect file at {os.fspath(target)}: {error.strerror}") from None
+    except ValueError as error:  # the path contains NUL, or is not UTF-8
+        raise BadArgument(f"target is no path: {error}", field="target") from None
     try:
         info = wire_launch.parse_info(text)
     except BadArgument as error:
         raise BadArgument(f"{os.fspath(target)} is no connect file: {error.message}", **error.detail) from None
     return ClientScope(name, info, None, None)
+
+
+def _has_ended(info: ConnectInfo) -> bool:
+    """Whether a sidecar was killed, so that its connect file was left. A process that is not seen may run in another
+    namespace: then somebody listens at the endpoint."""
+    if system.may_run(info.pid):
+        return False
+    kind, _, where = info.endpoint.partition("://")
+    address: Any = where
+    if kind == "tcp":
+        host, _, port = where.rpartition(":")
+        address = (host, int(port))
+    with socket.socket(socket.AF_INET if kind == "tcp" else socket.AF_UNIX) as caller:
+        caller.settimeout(ENDED_S)
+        try:
+            caller.connect(address)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            pass
+    return False
 
 
 def rows_of(answer: m.Embeddings) -> Rows:

@@ -207,6 +207,23 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def may_run(pid: int) -> bool:
+    """False if there is surely no process of this number in this namespace."""
+    if sys.platform == "win32":
+        try:
+            _winapi.CloseHandle(_winapi.OpenProcess(0x1000, False, pid))  # PROCESS_QUERY_LIMITED_INFORMATION
+        except OSError as error:
+            return error.winerror != 87  # ERROR_INVALID_PARAMETER: no such process
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):  # OverflowError: no process can have this number
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def ending(returncode: int) -> str:
     """How a child process has ended: "signal 9", "exit code 3", on Windows also "exception 0xC0000005"."""
     if returncode < 0:
@@ -460,6 +477,21 @@ def open_to_read(path: str | os.PathLike[str], flags: int = 0) -> int:
     if sys.platform == "win32":
         return _open(path, os.O_RDONLY)
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+
+
+def read_start(path: Path, most_bytes: int) -> bytes:
+    """Returns the first bytes of a file.
+
+    :raises FileExistsError: something else is there, such as a directory or a pipe.
+    :raises OSError: there is no such file, or it cannot be read.
+    """
+    kind = path.stat().st_mode
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(kind):
+        raise FileExistsError(errno.EEXIST, "something is there that is no file")
+    with path.open("rb") as file:
+        return file.read(most_bytes)
 
 
 def share(path: Path, data: memoryview) -> Callable[[], None]:

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 import frameshard
-from frameshard import errors
+from frameshard import errors, system
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
 from sidecars import DEADLINE_S, GREEDY, WORDS, alive, directory_of, freeze, in_both, in_trio, launch, thaw, until_lost
@@ -303,11 +303,20 @@ async def test_bad_arguments(shared_sidecar: Path) -> None:
         ("x", {"adapters": {"a": 5}}, "adapters"),
         ("x", {"adapters": {5: "a"}}, "adapters"),
         ("x", {"adapters": {"a=b": "c"}}, "adapters"),
+        ("x", {"name": "n" * 65}, "name"),
+        ("x", {"name": 5}, "name"),
+        ("x", {"name": "caf\udce9"}, "name"),
     ):
         with pytest.raises(errors.BadArgument) as caught:
             frameshard.launch(model, **options)  # type: ignore[arg-type]
         assert caught.value.detail["field"] == field
+    with pytest.raises(errors.BadArgument, match=r"name: must be a string of 0 to 64 bytes"):
+        frameshard.connect(shared_sidecar, name="n" * 65)
     async with frameshard.connect(shared_sidecar) as client:
+        for call, field in ((client.complete("").completed, "prompt"), (lambda: client.embed([]), "texts")):
+            with pytest.raises(errors.BadArgument) as caught:
+                await call()
+            assert caught.value.detail["field"] == field
         for stream in (
             client.complete(""),
             client.complete("x" * 70_000),
@@ -414,9 +423,60 @@ async def test_a_connect_file_of_ones_own(tmp_path: Path) -> None:
         async with frameshard.connect(path) as client:
             assert (await client.ask("hello").completed()).text == "hello"
     assert not path.exists()
-    path.write_text('{"endpoint": 3}')
-    with pytest.raises(errors.BadArgument):
-        frameshard.connect(path)
+    for content in ('{"endpoint": 3}', "[" * 60_000):
+        path.write_text(content)
+        with pytest.raises(errors.BadArgument, match="is no connect file"):
+            frameshard.connect(path)
+    os.mkfifo(tmp_path / "fifo")
+    for odd in (tmp_path / "fifo", "/dev/zero", "a\0b", None, 5):
+        with pytest.raises(errors.BadArgument):
+            frameshard.connect(odd)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@in_trio
+async def test_the_connect_file_of_a_killed_sidecar_is_known_at_once(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with launch(connect_file=str(tmp_path / "npc.json"), transport=transport) as client:
+        scope = frameshard.connect(tmp_path / "npc.json")
+        with monkeypatch.context() as patch:  # its process is in another namespace
+            patch.setattr(system, "may_run", lambda pid: False)
+            async with scope as other:
+                await other.budget()
+        os.kill(client.info.pid, signal.SIGKILL)
+        await until_lost(client)
+    with pytest.raises(errors.ConnectionLost, match="the sidecar of this connect file has ended"):
+        async with frameshard.connect(tmp_path / "npc.json"):
+            pass
+
+
+@in_both
+async def test_what_a_callback_raises_at_a_later_load_leaves_the_block_as_it_is() -> None:
+    def fail(_loading: frameshard.Loading) -> None:
+        raise ZeroDivisionError("a progress bar")
+
+    async def play() -> None:
+        async with launch(engine=fake_engine(loading=3)) as client:
+            client.on_loading = fail
+            engine_pid = (await client.stats()).broker.engine_pid
+            assert engine_pid is not None
+            os.kill(engine_pid, signal.SIGKILL)
+            await anyio.sleep(DEADLINE_S)
+
+    with pytest.raises(ZeroDivisionError, match="a progress bar"):
+        await play()
+
+
+@in_trio
+async def test_what_nobody_listens_to_is_not_kept(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
+        kept = client.notices(), client.engine_changes()
+        for _ in range(10):
+            client.notices()
+            client.engine_changes()
+        gc.collect()
+        assert [*client._listeners, *client._watchers] == [*kept]
 
 
 @in_both

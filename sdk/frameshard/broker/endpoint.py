@@ -22,10 +22,9 @@ from pathlib import Path
 
 from frameshard import system
 from frameshard.errors import BadArgument, EndpointInUse
-from frameshard.wire.launch import parse_info
+from frameshard.wire.launch import MAX_CONNECT_FILE, parse_info
 
 CONNECT_FILE = "connect.json"
-MAX_CONNECT_FILE = 1 << 16  # bytes, more than any has
 
 MAX_SOCKET_PATH = 100
 """The most bytes of a socket's path. The limits of operating systems are 104 and 108."""
@@ -110,13 +109,7 @@ def _content(path: Path) -> bytes:
     :raises OSError: something else than a file is there, or it cannot be read.
     """
     try:
-        kind = path.stat().st_mode
-        if stat.S_ISDIR(kind):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(kind):
-            raise FileExistsError(errno.EEXIST, "something is there that is no file")
-        with path.open("rb") as file:
-            return file.read(MAX_CONNECT_FILE)
+        return system.read_start(path, MAX_CONNECT_FILE)
     except FileNotFoundError:
         return b""
 

@@ -30,6 +30,7 @@ T = TypeVar("T")
 KvType = Literal["f16", "q8_0", "q4_0"]
 MAX_HTTP_KEY = 256
 MAX_THREADS = 1024
+MAX_CONNECT_FILE = 1 << 16  # bytes, more than any has
 MAX_QUOTED = 200
 """The most characters of a line that an error repeats."""
 
@@ -448,7 +449,7 @@ def _parse_answer(line: bytes) -> dict[str, Any]:
 def _parse(text: str | bytes) -> dict[str, Any]:
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadArgument("not JSON") from None
     if not isinstance(fields, dict):
         raise BadArgument("not a JSON object")
