@@ -636,6 +636,8 @@ class Client:
         :param on_released: called with the second answer, before the driver's count is known.
         :param terms: see :class:`frameshard.options.LeaseTerms`: `timeout_s`, `state`, `floor_mb`, `version`, `reason`,
             `host_budget_mb` (the limit for host memory).
+        :raises BadArgument: a term has a wrong value, or the sidecar is to be parked while it is hibernated; nothing
+            changes.
         :raises BudgetBelowFloor: the model cannot run in this budget, or the sidecar in this host budget; nothing
             changes.
         :raises Unsupported: the system does not count host memory, so there can be no host budget.
@@ -771,17 +773,21 @@ class Client:
         :raises BadModel: the file is damaged, is not a LoRA adapter, or is for another model.
         :raises Unsupported: this kind of adapter cannot be applied.
         :raises BudgetBelowFloor: the VRAM budget has no room for it; nothing changes.
-        :raises BadArgument: another file is loaded under this name, too many adapters are loaded, or the sidecar is
-            parked.
-        :raises EngineDied: no engine is running, as while the lease is hibernated.
+        :raises BadArgument: another file is loaded under this name, too many adapters are loaded, the name has a "=",
+            or the lease is parked.
+        :raises EngineDied: no engine is running, as while the lease is hibernated, or it died over the request.
+        :raises Overloaded: many requests wait, or no sequence is free to try the adapter.
         """
         absolute = _absolute(path, "path")
         return self._asked(lambda: self._core.adapter_load(name, absolute), m.Adapters, ADAPTER_S)
 
     def adapter_unload(self, name: str) -> Awaitable[m.Adapters]:
-        """Unloads a LoRA adapter and frees its VRAM. If none of this name is loaded, nothing changes.
+        """Unloads a LoRA adapter and frees its VRAM. If none of this name is loaded, nothing changes. No new job may
+        use it meanwhile; if this is refused, it stays loaded.
 
-        :raises BadArgument: a job that has not ended uses it.
+        :raises BadArgument: a job that has not ended uses it, or one that has not left the engine yet.
+        :raises EngineDied: no engine is running, or it died over the request.
+        :raises Overloaded: many requests wait.
         """
         return self._asked(lambda: self._core.adapter_unload(name), m.Adapters, ADAPTER_S)
 
