@@ -97,7 +97,7 @@ MARKS = {"<|im_start|>": 3, "<|im_end|>": 3}
 
 @contextlib.contextmanager
 def small_runtime(path: Path, **options: Any) -> Iterator[Runtime]:
-    tiny_models.make("llama", path, n_layer=1, chat_template=tiny_models.CHATML, marks=MARKS, **options)
+    tiny_models.make("llama", path, **{"n_layer": 1, "chat_template": tiny_models.CHATML, "marks": MARKS, **options})
     with Runtime.load(em.EngineConfig(str(path), device="cpu", n_ctx=256, n_threads=1)) as runtime:
         yield runtime
 
@@ -117,6 +117,20 @@ def test_no_prompt_ends_with_the_token_that_ends_texts(tmp_path: Path, message: 
             tokens = tokenize(runtime.tokenizer.vocab, message, add_special=True, parse_special=False)
             assert (tokens[-1] == 2) == (name == "ending")  # as a sentence encoder reads it
     assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize("template", [tiny_models.CHATML, "{{ messages[0].content }}<|im_end|>"])
+def test_the_name_of_a_control_token_is_read_like_other_text(tmp_path: Path, template: str) -> None:
+    """This vocabulary puts a space in front of a text, and behind control tokens. In a message it has the name of a
+    control token, the message is in parts. They must not get more spaces."""
+    with small_runtime(tmp_path / "model.gguf", chat_template=template) as runtime:
+        tokenizer = runtime.tokenizer
+        for name, other in (("</s>", "</q>"), ("<|im_end|>", "<|im_eQd|>")):
+            for text in ("a{}b", "{}", "a{0}{0} b"):
+                tokens, like = (chat_prompt(runtime, text.format(each)) for each in (name, other))
+                assert len(tokens) == len(like)
+                said = b"".join(map(tokenizer.piece, like)).replace(other.encode(), name.encode())
+                assert b"".join(map(tokenizer.piece, tokens)) == said
 
 
 class Interrupted(Exception):

@@ -106,6 +106,7 @@ def tokenize(vocab: Any, text: str, *, add_special: bool, parse_special: bool) -
 
 
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+_SPECIAL = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -159,10 +160,32 @@ class Tokenizer:
 
     def tokenize_parts(self, parts: Sequence[str], *, add_special: bool, parse_special: bool) -> list[int]:
         """Like :meth:`tokenize`, for a text in parts. No token spans two parts."""
-        tokens: list[int] = []
-        for i, part in enumerate(parts):
-            tokens += self.tokenize(part, add_special=add_special and i == 0, parse_special=parse_special)
+        tokens = self.tokenize(parts[0], add_special=add_special, parse_special=parse_special)
+        for part in parts[1:]:
+            inside = tokens and not llama_cpp.llama_vocab_get_attr(self.vocab, tokens[-1]) & _SPECIAL
+            lead = self._lead if inside else ""
+            found = self.tokenize(lead + part, add_special=False, parse_special=parse_special)
+            tokens += found[len(self.tokenize(lead, add_special=False)) :]
         return tokens
+
+    @functools.cached_property
+    def _lead(self) -> str:
+        """A character that no token has but that of its byte; "" if none is needed, or there is none.
+
+        SentencePiece puts a space in front of each text that is tokenised, and behind control tokens. In front of the
+        rest of a text, the tokens of this character take that space."""
+        if self._kind != b"llama":
+            return ""
+        pieces = [self._piece(token, special=True) for token in range(self.n_vocab)]
+        alone = (bytes([byte]) for byte in range(1, 32))
+        return next((each.decode() for each in alone if [p for p in pieces if each in p] == [each]), "")
+
+    @functools.cached_property
+    def _kind(self) -> bytes:
+        """llama.cpp's name for the kind of vocabulary."""
+        name = ctypes.create_string_buffer(16)
+        llama_cpp.llama_model_meta_val_str(self._model, b"tokenizer.ggml.model", name, len(name))
+        return name.value
 
     def least_tokens(self, text: str) -> int:
         """Returns a lower bound on the number of tokens of ``text``; 0 for a short text."""
@@ -173,15 +196,13 @@ class Tokenizer:
     @functools.cached_property
     def _least_tokens(self) -> LeastTokens | None:
         """The lower bound for this vocabulary; ``None`` for kinds of vocabulary that change or drop parts of a text."""
-        name = ctypes.create_string_buffer(16)
-        llama_cpp.llama_model_meta_val_str(self._model, b"tokenizer.ggml.model", name, len(name))
-        if name.value not in (b"llama", b"gpt2"):
+        if self._kind not in (b"llama", b"gpt2"):
             return None
         stripping = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
         tokens = range(self.n_vocab)
         strips = any(llama_cpp.llama_vocab_get_attr(self.vocab, token) & stripping for token in tokens)
         pieces = (self._piece(token, special=True) for token in tokens)
-        return LeastTokens(pieces, strips=strips, escapes=name.value == b"llama")
+        return LeastTokens(pieces, strips=strips, escapes=self._kind == b"llama")
 
     def piece(self, token: int) -> bytes:
         """Returns the bytes that ``token`` adds to a text; none for a control token. They may end inside a code
