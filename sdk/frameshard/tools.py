@@ -50,13 +50,19 @@ class Tool:
     def run(self, call: m.ToolCall) -> Any:
         """Calls the function with the arguments of a call, converted to its parameters' types.
 
-        :raises BadArgument: the call is for another tool, or the tool has no function.
+        :raises BadArgument: the call is for another tool, the tool has no function, or Python cannot read the
+            arguments, such as an integer of more than 4,300 digits.
         """
         if call.name != self.name:
             raise BadArgument(f"a call of {call.name!r} is no call of {self.name!r}", field="name")
         function = self._function
         hints = _hints(function)
-        given = json.loads(call.arguments)
+        try:
+            given = json.loads(call.arguments)
+        except ValueError as error:
+            raise BadArgument(
+                f"the arguments of the call of {call.name!r} cannot be read: {error}", field="arguments"
+            ) from None
         return function(**{name: _converted(value, hints.get(name, Any)) for name, value in given.items()})
 
     @property

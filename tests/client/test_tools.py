@@ -103,6 +103,8 @@ def test_a_tool_is_the_function_and_runs_calls() -> None:
         sell.run(ToolCall("a", "buy", "{}"))
     with pytest.raises(BadArgument, match="no function"):
         Tool("look").run(ToolCall("a", "look", "{}"))
+    with pytest.raises(BadArgument, match="4300 digits"):
+        sell.run(ToolCall("a", "sell", '{"count": ' + "7" * 4400 + "}"))
 
 
 def test_what_has_no_schema_is_refused_at_once() -> None:

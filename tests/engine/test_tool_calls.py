@@ -18,7 +18,7 @@ import tiny_towers
 from frameshard.engine.calls import CallReader, call_id
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.runtime import Runtime
-from frameshard.engine.tools import OWN, CallSyntax, find_syntax
+from frameshard.engine.tools import OWN, CallSyntax, chat, find_syntax
 from frameshard.errors import BadArgument, Unsupported
 from frameshard.wire.engine import EngineConfig
 from frameshard.wire.messages import ChatMessage, Tool, ToolCall
@@ -441,6 +441,20 @@ def test_a_call_that_is_too_deep() -> None:
             continue
         with pytest.raises(BadArgument, match="more than 64 levels"):
             reader.feed(content[: -len(OWN.end) - 9] if is_open else content)
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_an_integer_of_any_length_is_in_a_call(name: str) -> None:
+    """Python reads integers of at most 4,300 digits."""
+    syntax, arguments = SYNTAXES[name], '{"x": ' + "7" * 4400 + "}"
+    (call,) = CallReader(syntax, str).feed(syntax.written([("look", arguments)])).calls
+    assert call.arguments == arguments
+    told = [ChatMessage("user", "Look!"), ChatMessage("assistant", "", (call,))]
+    if syntax.native and not syntax.text_arguments:
+        with pytest.raises(BadArgument, match="more than 4300 digits"):
+            chat(told, (), syntax, str)
+    else:
+        assert "7" * 4400 in json.dumps(chat(told, (), syntax, str)[0])
 
 
 def test_brackets_in_a_string_that_goes_on_are_no_levels() -> None:

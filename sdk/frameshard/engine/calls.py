@@ -106,7 +106,7 @@ class CallReader:
         start = name_end + len(syntax.between)
         end, deep = None, False
         try:
-            _, end = json.JSONDecoder().raw_decode(self._held, start)
+            _, end = json.JSONDecoder(parse_int=str).raw_decode(self._held, start)  # Python limits an int's digits
         except ValueError:
             pass  # not whole yet
         except RecursionError:

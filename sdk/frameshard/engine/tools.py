@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,7 +177,15 @@ def _through(apart: Callable[[str], str], value: Any) -> Any:
 def _calls(message: m.ChatMessage, syntax: CallSyntax, apart: Callable[[str], str]) -> list[Message]:
     def arguments(text: str) -> Any:
         if not syntax.text_arguments:
-            return _through(apart, json.loads(text))
+            try:
+                return _through(apart, json.loads(text))
+            except ValueError:
+                most = sys.get_int_max_str_digits()
+                raise BadArgument(
+                    f"messages: the arguments of a call have an integer of more than {most} digits, which the chat "
+                    "template of this model cannot show: leave the call out",
+                    field="messages",
+                ) from None
         return apart(text.strip()[1:-1] if syntax.braces else text)
 
     return [_call(apart(call.id), call.name, arguments(call.arguments)) for call in message.tool_calls]

@@ -97,7 +97,7 @@ def check_message(message: m.ChatMessage, names: Mapping[str, str]) -> None:
                 f"messages: the arguments of the call {call.id!r} have more than {MAX_DEPTH} levels", field="messages"
             )
         try:
-            valid = isinstance(json.loads(call.arguments), dict)
+            valid = isinstance(json.loads(call.arguments, parse_int=str), dict)  # Python limits an int's digits
         except ValueError:
             valid = False
         if not valid or not _NAME.fullmatch(call.name):
