@@ -46,6 +46,14 @@ HARMONY = (
     "<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+KIMI_K3 = (
+    "{% for m in messages %}<|open|>message role=\"{{ m.role }}\"<|sep|>{% if m.role == 'assistant' %}"
+    "{% if thinking %}<|open|>think<|sep|>{{ m.reasoning_content }}<|close|>think<|sep|>{% endif %}"
+    "<|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>{% else %}{{ m.content }}{% endif %}"
+    "<|close|>message<|sep|>{% endfor %}"
+    '{% if add_generation_prompt %}<|open|>message role="assistant"<|sep|>'
+    "<|open|>{{ 'think' if thinking else 'response' }}<|sep|>{% endif %}"
+)
 
 
 def found(source: str) -> tuple[Thinking | None, str, str]:
@@ -89,6 +97,12 @@ def found(source: str) -> tuple[Thinking | None, str, str]:
             ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
             "<|start|>assistant",
             "<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>",
+        ),
+        (
+            KIMI_K3,
+            ("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"),
+            'message role="assistant"<|sep|><|open|>think<|sep|>',
+            'message role="assistant"<|sep|><|open|>response<|sep|>',
         ),
     ],
 )

@@ -31,7 +31,9 @@ KNOWN = (
 
 _QUESTION = {"role": "user", "content": "Hello"}
 _THOUGHT, _ANSWER = "thought-0f2b", "answer-7d91"
-_LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*\Z")
+_TAG = r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])"
+_LAST_TAG = re.compile(rf"({_TAG})\s*\Z")
+_LAST_NAME = re.compile(rf"{_TAG}\w+{_TAG}\s*\Z")  # such as <|open|>think<|sep|>
 
 
 class Thinking(NamedTuple):
@@ -101,6 +103,8 @@ def _rendered_marks(render: Render, asked: str) -> tuple[str, str] | None:
     opening = _before(_THOUGHT, told, asked)
     if told.startswith(asked + _THOUGHT) and (tag := _LAST_TAG.search(asked)):
         opening = tag[0]  # the prompt ends in the thought
+        if tag[1] in closing and (name := _LAST_NAME.search(asked)):
+            opening = name[0]  # the tag is behind every name
     return (opening, closing) if opening.strip() and closing.strip() else None
 
 
