@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from engine_driver import EngineProcess, Event, engine, ids, text, user
 
-from frameshard.engine.channels import Channel
+from frameshard.engine.answer import Answer, Given
+from frameshard.engine.channels import Channel, Channels
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.thinking import Thinking, ThoughtLimit, find_thinking
 from frameshard.errors import BadArgument
@@ -135,8 +136,33 @@ def test_the_tokens_that_end_a_thought_come_once_and_in_order() -> None:
     said = []
     for token in (1, 2, 3, 4, 5):
         said.append(limit.due or token)
-        limit.add(Channel.THOUGHT, Channel.THOUGHT if len(said) < 4 else Channel.TEXT)
+        limit.add(token, Channel.THOUGHT, Channel.THOUGHT if len(said) < 4 else Channel.TEXT)
     assert said == [1, 2, 7, 8, 5]
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "</s>"])
+def test_a_thought_that_the_model_ends_with_its_output_has_one_closing_marker(end: str) -> None:
+    """The token that ends the output may be the first of the marker."""
+    thinking = Thinking("<|think|>", "<|end|><|begin|>assistant<|content|>", "", switches=False)
+    pieces = {2: b"</s>", 100: b"<|end|>", 101: b"<|begin|>", 102: b"assistant", 103: b"<|content|>"}
+    closing = [100, 101, 102, 103]
+    answer = Answer(
+        Channels(thinking.markers, Channel.THOUGHT),
+        (),
+        sentences=False,
+        limit=ThoughtLimit(closing=closing),
+        marker_pieces={token: pieces[token] for token in closing},
+    )
+    sampled = [(7, b"I think "), (100 if end == "<|end|>" else 2, b""), (8, b"an answer")]
+    tokens, given = [], Given("", (), "")
+    while sampled:
+        due = answer.due
+        token, piece = sampled.pop(0) if due is None else (due, pieces[due])
+        tokens.append(token)
+        given = given.followed_by(answer.push(token, piece, ends=token in (2, 100) and due is None))
+    given = given.followed_by(answer.finish())
+    assert tokens == [7, *([2] if end == "</s>" else []), *closing, 8]
+    assert (given.thought, given.text) == ("I think ", "an answer")
 
 
 # ---- real engines ---------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Answer:
             return self._cut(text)
         before = self._channels.active
         parts = self._channels.push(self._decoder.decode(self._marker_pieces.get(token, piece)))
-        self._limit.add(before, self._channels.active, ends=ends)
+        self._limit.add(token, before, self._channels.active, ends=ends)
         return self._given(parts)
 
     def finish(self) -> Given:

@@ -147,7 +147,7 @@ class ThoughtLimit:
         """The next token, if it is put in; ``None`` if it is sampled."""
         return self._due[0] if self._due else None
 
-    def add(self, before: Channel, after: Channel, *, ends: bool = False) -> None:
+    def add(self, token: int, before: Channel, after: Channel, *, ends: bool = False) -> None:
         """Counts a token of the answer.
 
         :param before: the active channel before the token.
@@ -159,4 +159,5 @@ class ThoughtLimit:
         elif after is Channel.THOUGHT:
             self._n_thought += before is Channel.THOUGHT
             if ends or (self._most is not None and self._n_thought >= self._most):
-                self._due.extend(self._closing)
+                begun = ends and token in self._closing[:1]  # some models end their output with it, too
+                self._due.extend(self._closing[begun:])
