@@ -82,7 +82,8 @@ def tool(function: Callable[..., Any]) -> Tool:
     the schema: str, int, float, bool, None, list, dict with names, Literal, Enum, Optional and unions, dataclasses and
     TypedDict.
 
-    :raises BadArgument: a parameter has no hint, or one that has no schema.
+    :raises BadArgument: a parameter has no hint, or one that has no schema: a type that has its own type in it, or a
+        choice of values that JSON does not give back, has none.
     """
     hints = _hints(function)
     properties: Schema = {}
@@ -99,43 +100,63 @@ def tool(function: Callable[..., Any]) -> Tool:
     return Tool(function.__name__, inspect.getdoc(function) or "", schema, function)
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+def _hints(function: Any) -> dict[str, Any]:
     try:
-        hints = typing.get_type_hints(function, include_extras=False)
+        return typing.get_type_hints(function, include_extras=False)
     except NameError as error:
         raise BadArgument(f"{getattr(function, '__name__', function)}: a type is not known: {error}") from None
-    hints.pop("return", None)
-    return hints
 
 
-def _schema(hint: Any, where: str) -> Schema:
-    """The JSON schema of a type."""
+def _schema(hint: Any, where: str, within: tuple[Any, ...] = ()) -> Schema:
+    """The JSON schema of a type.
+
+    :param within: the dataclasses and TypedDicts that it is a part of.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return {"enum": [member.value for member in hint]}
+        return _choice([member.value for member in hint], where)
     if hint in _SIMPLE:
         return {"type": _SIMPLE[hint]}
     if origin is Literal:
-        return {"enum": list(args)}
+        return _choice(list(args), where)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(arg, where) for arg in args]}
+        return {"anyOf": [_schema(arg, where, within) for arg in args]}
     if origin in (list, Sequence) or hint is list:
-        return {"type": "array", **({"items": _schema(args[0], where)} if args else {})}
+        return {"type": "array", **({"items": _schema(args[0], where, within)} if args else {})}
     if (origin in (dict, Mapping) and args[0] is str) or hint is dict:
-        return {"type": "object", "additionalProperties": _schema(args[1], where) if args else True}
+        return {"type": "object", "additionalProperties": _schema(args[1], where, within) if args else True}
     if dataclasses.is_dataclass(hint) or typing.is_typeddict(hint):
-        return _record(hint, where)
+        return _record(hint, where, within)
     raise BadArgument(f"{where}: no JSON schema for the type {getattr(hint, '__name__', hint)}", field=where)
 
 
-def _record(cls: Any, where: str) -> Schema:
-    hints = typing.get_type_hints(cls)
+def _choice(values: list[Any], where: str) -> Schema:
+    for value in values:
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise BadArgument(
+                f"{where}: JSON does not give back the value {value!r}: take texts or numbers", field=where
+            )
+    return {"enum": values}
+
+
+def _record(cls: Any, where: str, within: tuple[Any, ...]) -> Schema:
+    if cls in within:
+        raise BadArgument(
+            f"{where}: {cls.__name__} has values of its own type in it: make a Tool with a schema of your own, which "
+            "may refer to itself with $ref",
+            field=where,
+        )
+    hints = _hints(cls)
     if dataclasses.is_dataclass(cls):
         without = (dataclasses.MISSING, dataclasses.MISSING)
         required = [each.name for each in dataclasses.fields(cls) if (each.default, each.default_factory) == without]
     else:
         required = sorted(cls.__required_keys__)
-    properties = {name: _schema(hint, f"{where}.{name}") for name, hint in hints.items()}
+    properties = {name: _schema(hint, f"{where}.{name}", (*within, cls)) for name, hint in hints.items()}
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 

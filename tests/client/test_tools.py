@@ -122,6 +122,39 @@ def test_what_has_no_schema_is_refused_at_once() -> None:
             tool(function)
 
 
+@dataclass
+class Node:
+    name: str
+    children: list[Node]
+
+
+class Tree(TypedDict):
+    kids: list[Tree]
+
+
+class Corner(enum.Enum):
+    ORIGIN = 1
+    FAR = (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Node, "Node has values of its own type"),
+        (list[Tree], "Tree has values of its own type"),
+        (Corner, r"does not give back the value \(1, 2\)"),
+        (Literal["a", b"b"], "does not give back the value b'b'"),
+    ],
+)
+def test_a_type_without_a_schema_is_refused_at_once(kind: Any, why: str) -> None:
+    def place(where) -> None:  # type: ignore[no-untyped-def]
+        pass
+
+    place.__annotations__["where"] = kind
+    with pytest.raises(BadArgument, match=why):
+        tool(place)
+
+
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 PRICE, LOOK = ToolCall("id1", "price", '{"item": "ale"}'), ToolCall("id2", "look", "{}")
