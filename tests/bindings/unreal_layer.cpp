@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "Engine/GameInstance.h"
 #include "Engine/World.h"
@@ -322,11 +323,23 @@ int main(int argc, char **argv) {
     UFrameshardSetLeaseAsync *active = propose();
     play(sidecar, [&] { return active->Ready; });
     check("becomes active again", decided == 2 && changed == 3);
+    std::vector<EFrameshardEngineState> engine;
+    sidecar.OnEngine.Listeners.push_back(
+        [&](EFrameshardEngineState state, int32, const FString &) { engine.push_back(state); });
+    lease.State = EFrameshardLeaseState::Hibernated;
+    lease.Version = 9;
+    propose();
+    play(sidecar, [&] { return !engine.empty(); });
+    lease.State = EFrameshardLeaseState::Active;
+    lease.Version = 10;
+    propose();
+    play(sidecar, [&] { return changed == 5 && !engine.empty() && engine.back() == EFrameshardEngineState::Ready; });
+    check("tells of the engine", !engine.empty() && engine.front() == EFrameshardEngineState::Hibernated);
     lease.HostBudgetMb = std::numeric_limits<double>::quiet_NaN();
     refused = 0;
     UFrameshardSetLeaseAsync *undefined = propose();
     play(sidecar, [&] { return undefined->Ready; });
-    check("a host budget that is no number is refused", refused == FS_BAD_ARGUMENT && changed == 3);
+    check("a host budget that is no number is refused", refused == FS_BAD_ARGUMENT && changed == 5);
     sidecar.SetPacing(EFrameshardSchedulingMode::PrioritizeCompute, 0);
     check("has no unknown feature", !sidecar.HasFeature(TEXT("songs")));
 
