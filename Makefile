@@ -141,7 +141,7 @@ $(VENV)/python:
 $(VENV)/cmake_args: $(VENV)/python FORCE
 	@touch -a $@
 ifneq ($(origin CMAKE_ARGS),undefined)
-	@[ "$$(cat $@)" = "$(CMAKE_ARGS)" ] || echo "$(CMAKE_ARGS)" > $@
+	@[ "$$(cat $@)" = "$$CMAKE_ARGS" ] || printf '%s\n' "$$CMAKE_ARGS" > $@
 endif
 FORCE:
 

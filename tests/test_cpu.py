@@ -112,6 +112,28 @@ BOTH = ["-DGGML_CUDA=on", "-DCUDAToolkit_ROOT=/c", "-DGGML_VULKAN:BOOL=1", "-DVu
 BOTH += ["-DGGML_NATIVE=ON"]
 
 
+def test_quoted_arguments_stay_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the command line of make to the tools."""
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    rule = re.search(r"^\$\(VENV\)/cmake_args:.*?^FORCE:\n", makefile, re.MULTILINE | re.DOTALL)
+    assert rule is not None
+    (tmp_path / "Makefile").write_text(f"VENV := .\n./python: ;\n{rule[0]}")
+    (tmp_path / "cmake_args").touch()
+    given = """-DCMAKE_C_FLAGS="-O2 -g" '-DX=a;b'"""
+    times = []
+    for _ in range(2):
+        subprocess.run(["make", "-s", "cmake_args", f"CMAKE_ARGS={given}"], cwd=tmp_path, check=True)
+        times.append((tmp_path / "cmake_args").stat().st_mtime_ns)
+    assert times[0] == times[1]
+    monkeypatch.setenv("CMAKE_ARGS", (tmp_path / "cmake_args").read_text().strip())
+    assert gpu_modules.given() == ["-DCMAKE_C_FLAGS=-O2 -g", "-DX=a;b"]
+    assert gpu_modules.joined(["-DX=a;b", "-DY=c"]) == "-DX=a;b -DY=c"
+    assert gpu_modules.joined(["-DX=a b"]) != gpu_modules.joined(["-DX=a", "b"])
+    monkeypatch.setenv("CMAKE_ARGS", '-DX="a')
+    with pytest.raises(SystemExit, match="CMAKE_ARGS cannot be split"):
+        gpu_modules.given()
+
+
 def test_each_part_is_built_with_what_is_about_it() -> None:
     assert gpu_modules.wanted(BOTH) == ["cuda", "vulkan"]
     assert gpu_modules.wanted([*BOTH, "-DGGML_CUDA=OFF"]) == ["vulkan"]

@@ -13,6 +13,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,19 @@ import vulkan
 PROJECT = pathlib.Path(__file__).resolve().parents[1] / "modules"
 ABOUT = {"cuda": re.compile(r"-D\w*(CUDA|NCCL)", re.IGNORECASE), "vulkan": re.compile(r"-D\w*(VULKAN|SPIRV)", re.I)}
 """The modules. Each has what CMake arguments begin with that are about this module alone."""
+
+
+def given() -> list[str]:
+    """The arguments in CMAKE_ARGS, split as a shell does."""
+    try:
+        return shlex.split(os.environ.get("CMAKE_ARGS", ""))
+    except ValueError as error:
+        sys.exit(f"CMAKE_ARGS cannot be split into arguments: {error}")
+
+
+def joined(args: list[str]) -> str:
+    """The arguments for a key. Only those with spaces are quoted, so that the keys of the others stay."""
+    return " ".join(shlex.quote(arg) if " " in arg else arg for arg in args)
 
 
 def wanted(args: list[str]) -> list[str]:
@@ -52,7 +66,7 @@ def for_module(module: str, args: list[str]) -> list[str]:
 
 
 def key(module: str, args: list[str]) -> str:
-    parts = [headers.SDIST_SHA256, " ".join(args), sys.platform, platform.machine()]
+    parts = [headers.SDIST_SHA256, joined(args), sys.platform, platform.machine()]
     parts += [path.read_text() for path in sorted(PROJECT.iterdir())]
     if module == "cuda":
         parts.append(gpus())
@@ -102,7 +116,7 @@ def run(label: str, log: pathlib.Path, command: list[str]) -> None:
 
 
 def main() -> None:
-    args = os.environ.get("CMAKE_ARGS", "").split()
+    args = given()
     made = []
     for module in wanted(args):
         own = for_module(module, args)

@@ -14,6 +14,7 @@ import hashlib
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
@@ -48,7 +49,7 @@ def cmake_args(given: list[str]) -> list[str]:
 
 def key(args: list[str]) -> str:
     """What the wheel is kept under. The CPU's features are part of it if they may change what is compiled."""
-    parts = [headers.VERSION, " ".join(args), sys.implementation.cache_tag, sys.platform, platform.machine()]
+    parts = [headers.VERSION, gpu_modules.joined(args), sys.implementation.cache_tag, sys.platform, platform.machine()]
     portable = "-DGGML_NATIVE=OFF"
     if portable not in args or any("native" in arg.lower() for arg in args if arg != portable):
         parts.append(cpu_features())
@@ -64,7 +65,7 @@ def build(directory: pathlib.Path, args: list[str]) -> None:
         command += ["--wheel-dir", scratch, "--requirement", str(requirement)]
         # The build tools of this environment, whether or not it is activated.
         path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        env = {**os.environ, "CMAKE_ARGS": " ".join(args), "PATH": path}
+        env = {**os.environ, "CMAKE_ARGS": shlex.join(args), "PATH": path}
         label = f"compiling llama-cpp-python {headers.VERSION}, once per machine"
         if status := progress.run(label, directory / "build.log", command, env):
             sys.exit(status)
@@ -73,7 +74,7 @@ def build(directory: pathlib.Path, args: list[str]) -> None:
 
 
 def main() -> None:
-    args = cmake_args(gpu_modules.for_wheel(os.environ.get("CMAKE_ARGS", "").split()))
+    args = cmake_args(gpu_modules.for_wheel(gpu_modules.given()))
     directory = headers.cache_dir() / "wheels" / f"{headers.VERSION}-{key(args)}"
     with locks.locked(directory):
         if not list(directory.glob("*.whl")):
