@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from frameshard.cli import bundle_windows
+
 
 def refusal(directory: Path, *options: str | Path, **environment: str) -> dict[str, Any]:
     """The error of the command, which must leave nothing behind."""
@@ -73,6 +75,14 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, native: Path) -> None
     python.mkdir()
     error = refusal(tmp_path, *windows, "--native", native, "--python", python)
     assert error["detail"]["field"] == "python"
+
+
+def test_the_newest_python_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for patch in (9, 15, 2):
+        name = f"cpython-{bundle_windows.VERSION}.{patch}-windows-x86_64-none"
+        (tmp_path / "frameshard" / "python" / name).mkdir(parents=True)
+    assert ".15-" in bundle_windows._downloaded_python().name
 
 
 def test_a_python_with_another_hash_is_not_taken(tmp_path: Path, native: Path) -> None:

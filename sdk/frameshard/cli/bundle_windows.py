@@ -114,7 +114,7 @@ def _downloaded_python() -> Path:
     pattern = f"cpython-{VERSION}.*-windows-x86_64-none"
     if not list(cache.glob(pattern)):
         _uv("python", "install", f"cpython-{VERSION}-windows-x86_64-none", "--no-bin", "--install-dir", str(cache))
-    return sorted(cache.glob(pattern))[-1]
+    return max(cache.glob(pattern), key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
 def _downloaded_packages(
