@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import frameshard
+from frameshard.cli import figures
 from frameshard.cli import simulate as command
 from frameshard.errors import BadArgument
 from frameshard.simulation import plot, trace
@@ -144,12 +145,6 @@ def test_quantiles() -> None:
     assert command.quantile([1.0, 2.0, 7.0], 0.5) == 2.0
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(plot.BadArgument, match=r"pip install 'frameshard\[plots\]'"):
-        plot.check()
-
-
 def judged(used_mb: float, at: float) -> list[str]:
     """Checks one sample. A shrink at 1 s is released after 0.2 s. A second one at 2 s has a deadline of 0.5 s and is
     never released."""
@@ -219,7 +214,7 @@ async def test_a_script_limits_host_memory(own_shallow_model: Path, tmp_path: Pa
     assert limited.host_budget_bytes >= recording.host_floor_bytes > own_shallow_model.stat().st_size
     assert lifted.host_budget_bytes == 0
     assert all(sample.host_used_bytes > own_shallow_model.stat().st_size for sample in recording.samples)
-    plot.draw([recording], str(tmp_path / "maps.svg"))
+    figures.draw_apart(plot.draw, str(tmp_path / "maps.svg"), [recording])
     assert "host, MiB" in (tmp_path / "maps.svg").read_text()
 
 
@@ -237,7 +232,7 @@ def test_host_memory_that_nobody_counts_is_not_drawn() -> None:
 def test_a_recording_without_a_lease_is_drawn(tmp_path: Path) -> None:
     samples = [Sample(0.0, 0.5, MIB, MIB, None, 9.0, None)]
     recording = Recording("talk", 16 * MIB, 64 * MIB, samples=samples, seconds=1.0)
-    plot.draw([recording], str(tmp_path / "talk.svg"))
+    figures.draw_apart(plot.draw, str(tmp_path / "talk.svg"), [recording])
     assert "lease" in (tmp_path / "talk.svg").read_text()
 
 

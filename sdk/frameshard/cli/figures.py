@@ -87,7 +87,7 @@ class Window:
 
 
 def draw_apart(draw: Callable[..., None], path: str, *args: object) -> None:
-    """Calls ``draw(path, *args)``, with a function of this module, in another process. In one process with llama.cpp
+    """Calls ``draw(path, *args)``, with a function of a module, in another process. In one process with llama.cpp
     some builds of matplotlib crash, because both bring a C++ runtime.
 
     :raises FrameshardError: nothing was drawn."""

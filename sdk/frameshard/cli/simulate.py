@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from frameshard.cli import common, figures, interrupt
-from frameshard.errors import BadArgument
+from frameshard.errors import BadArgument, FrameshardError
 from frameshard.simulation import trace as traces
 from frameshard.wire.messages import SchedulingMode
 
@@ -63,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise BadArgument("--model is needed to simulate")
     if args.plot:
-        from frameshard.simulation import plot
-
         figures.check(args.plot)
 
     import frameshard
@@ -101,9 +99,11 @@ def run(args: argparse.Namespace) -> int:
         for problem in each.problems:
             print(f"{each.trace}: {problem}", file=sys.stderr)
     if args.plot:
+        from frameshard.simulation import plot
+
         try:
-            plot.draw(recordings, args.plot)
-        except BadArgument as error:  # the results are printed: --json has no second document for an error
+            figures.draw_apart(plot.draw, args.plot, recordings)
+        except FrameshardError as error:  # the results are printed: --json has no second document for an error
             print(f"frameshard: {error.message}", file=sys.stderr)
             return 2
     return int(any(each.problems for each in recordings))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from frameshard.errors import BadArgument
 from frameshard.simulation.player import MIB, Recording
 
 COLUMNS = 3
@@ -16,23 +14,11 @@ COLUMNS = 3
 INK, ASKED, HELD, RESIDENT, TOKENS, FRAMES = "#30343b", "#b5438b", "#2a7f9e", "#5aa469", "#d08c1f", "#6a5acd"
 
 
-def check() -> None:
-    """Checks before a replay that pictures can be drawn.
-
-    :raises BadArgument: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise BadArgument("drawing needs matplotlib: pip install 'frameshard[plots]'") from None
-
-
-def draw(recordings: Sequence[Recording], path: str) -> None:
+def draw(path: str, recordings: Sequence[Recording]) -> None:
     """Writes the picture. The suffix of `path` decides the format.
 
-    :raises BadArgument: the picture cannot be written.
+    :raises OSError: the picture cannot be written.
     """
-    check()
     from matplotlib.figure import Figure
 
     rows = [recordings[i : i + COLUMNS] for i in range(0, len(recordings), COLUMNS)]
@@ -41,10 +27,7 @@ def draw(recordings: Sequence[Recording], path: str) -> None:
         grid = _draw_row(part, row)
     lines = grid[0][0].get_legend_handles_labels()
     figure.legend(*lines, loc="outside upper right", ncols=4, fontsize=8, frameon=False)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise BadArgument(f"cannot draw {Path(path)}: {error}") from None
+    figure.savefig(path)
 
 
 def _draw_row(figure: Any, recordings: Sequence[Recording]) -> Any:
