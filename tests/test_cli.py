@@ -16,7 +16,7 @@ from pathlib import Path
 import gguf
 import pytest
 import trio
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import frameshard as frameshard_client
@@ -156,6 +156,33 @@ def test_an_error_without_json_is_one_line_on_stderr(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--temperature=9",
+        "--temperature=hot",
+        "--seed=-1",
+        "--max-tokens=0",
+        "--max-tokens=9999999",
+        "--ctx=99999999",
+        "--parallel=65",
+        "--ubatch=99999",
+        "--vram-budget=999999999999GiB",
+    ],
+)
+def test_a_value_that_no_launch_takes_is_named_by_its_option(option: str) -> None:
+    """Before anything is loaded: there is no such model."""
+    name, _, value = option.partition("=")
+    command = "chat" if name in ("--temperature", "--seed", "--max-tokens") else "serve"
+    message = str(error_of(frameshard(command, "--model", "/gone", option, "--json"))["message"])
+    assert message.startswith(f"argument {name}: {value!r} ")
+
+
+def test_a_plan_for_more_than_any_budget_is_refused() -> None:
+    error = error_of(frameshard("plan", "--model", "/gone", "--vram-budget", "64,999999999999GiB", "--json"))
+    assert "'999999999999GiB' is too large" in str(error["message"])
+
+
 def test_options_are_not_abbreviated() -> None:
     """With ``--js`` for ``--json`` an error would not be a document."""
     result = frameshard("models", "path", "/missing", "--js")
@@ -260,6 +287,7 @@ def test_parse_size(text: str, n_bytes: int) -> None:
 
 @given(st.integers(0, 10**9), st.sampled_from(sorted(UNITS)))
 def test_parse_size_is_exact_for_whole_numbers(number: int, unit: str) -> None:
+    assume(number * UNITS[unit] < 1 << 53)
     assert parse_size(f"{number}{unit}") == number * UNITS[unit]
 
 
@@ -288,6 +316,13 @@ def test_chat_answers_what_comes_through_a_pipe(wordy_model: Path) -> None:
     document = json.loads(frameshard(*chat, "--json", stdin="Who are you?\nAnd what do you like?").stdout)
     assert [answer["question"] for answer in document["answers"]] == ["Who are you?", "And what do you like?"]
     assert said.stdout == "".join(f"{answer['answer']}\n" for answer in document["answers"])
+
+
+def test_chat_leaves_at_quit_only(wordy_model: Path) -> None:
+    result = frameshard("chat", "--model", str(wordy_model), "--device", "cpu", stdin="/quitter\n/quit\n/help\n")
+    assert result.returncode == 0
+    assert "no command /quitter" in result.stderr
+    assert "/forget" not in result.stderr
 
 
 def test_chat_ctrl_c_ends_the_answer_then_the_program(model_path: Path) -> None:

@@ -13,10 +13,12 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from frameshard.cli import common, interrupt, progress
 from frameshard.errors import BadArgument, ConnectionLost, EngineDied, FrameshardError, JobCancelled
+from frameshard.wire.messages import Sampling
 
 if TYPE_CHECKING:
     import trio
@@ -50,11 +52,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--vram-budget", type=common.size, default=0, metavar="SIZE", help="VRAM for all it does (no limit)"
     )
     parser.add_argument("--system", metavar="TEXT", help="who the model is, such as 'You are a grumpy blacksmith.'")
-    parser.add_argument("--max-tokens", type=common.positive, default=512, metavar="N", help="of an answer (512)")
+    of = partial(common.accepted, Sampling)
+    parser.add_argument("--max-tokens", type=of("max_tokens", int), default=512, metavar="N", help="of an answer (512)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 always takes the likeliest (0.8)"
+        "--temperature",
+        type=of("temperature", float),
+        default=0.8,
+        metavar="T",
+        help="0 always takes the likeliest (0.8)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers")
+    parser.add_argument("--seed", type=of("seed", int), metavar="N", help="the same seed gives the same answers")
     parser.set_defaults(run=run, parallel=1)
 
 
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     import frameshard
     from frameshard import models
 
-    sampling = frameshard.Sampling(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    sampling = Sampling(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     scope = frameshard.launch(
         models.resolve(args.model),
         vram_budget_mb=args.vram_budget / 2**20,
@@ -91,9 +98,7 @@ def run(args: argparse.Namespace) -> int:
 class Chat:
     """One conversation. `answers` collects the answers for ``--json``."""
 
-    def __init__(
-        self, client: frameshard.Client, system: str | None, sampling: frameshard.Sampling, show: bool
-    ) -> None:
+    def __init__(self, client: frameshard.Client, system: str | None, sampling: Sampling, show: bool) -> None:
         self.answers: list[dict[str, object]] = []
         self._client = client
         self._system = system
@@ -143,7 +148,7 @@ class Chat:
 
         async with questions:
             while (line := await self._input.line(self._idle)) is not None:
-                if line.startswith("/quit"):
+                if line.split()[:1] == ["/quit"]:
                     return
                 if line.startswith("/"):
                     try:

@@ -7,17 +7,21 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from frameshard.cpu import default_threads
 from frameshard.errors import BadArgument
-from frameshard.wire.launch import KV_TYPES, MAX_THREADS
+from frameshard.wire.checks import Refused, fields_of
+from frameshard.wire.codec import MAX_ID
+from frameshard.wire.launch import KV_TYPES, MAX_THREADS, EngineOptions
 
 if TYPE_CHECKING:
     from frameshard.engine.runtime import Runtime
     from frameshard.wire.engine import EngineConfig
+
+T = TypeVar("T")
 
 UNITS = {
     "": 2**20,
@@ -39,12 +43,15 @@ WIDTH = 80
 def parse_size(text: str) -> int:
     """The bytes of a size such as ``"64"`` (MiB), ``"1.5GiB"`` or ``"800 MB"``.
 
-    :raises BadArgument: the text is not a size.
+    :raises BadArgument: the text is not a size, or one that no message can have.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in UNITS:
         raise BadArgument(f"{text!r} is not a size: a number of MiB, or one with B, KB, KiB, MB, MiB, GB or GiB")
-    return round(float(match[1]) * UNITS[match[2].lower()])
+    n_bytes = round(float(match[1]) * UNITS[match[2].lower()])
+    if n_bytes > MAX_ID:
+        raise BadArgument(f"{text!r} is too large for a size: at most {MAX_ID} bytes")
+    return n_bytes
 
 
 def parse_budgets(text: str) -> list[int]:
@@ -147,6 +154,26 @@ def threads(text: str) -> int:
     return int(text)
 
 
+def accepted(record: Any, field: str, convert: Callable[[str], T]) -> Callable[[str], T]:
+    """The type of an option that becomes a field of a message or of the launch options. It takes what the field does.
+
+    :param record: the class with the field.
+    :param convert: makes the value of the text; raises ValueError or ArgumentTypeError if it cannot.
+    """
+
+    def take(text: str) -> T:
+        try:
+            value = convert(text)
+            fields_of(record)[field].check.take(value, True)
+        except Refused as refused:
+            raise argparse.ArgumentTypeError(f"{text!r} {refused}") from None
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        return value
+
+    return take
+
+
 def rate(text: str) -> float:
     """The type of an option: a rate above zero."""
     try:
@@ -183,9 +210,19 @@ def add_json_arg(parser: argparse.ArgumentParser) -> None:
 def add_context_args(parser: argparse.ArgumentParser) -> None:
     """Adds ``--ctx --parallel --ubatch --kv-type``."""
     parser.add_argument(
-        "--ctx", type=positive, default=4096, metavar="N", help="context of each conversation in tokens (4096)"
+        "--ctx",
+        type=accepted(EngineOptions, "n_ctx", positive),
+        default=4096,
+        metavar="N",
+        help="context of each conversation in tokens (4096)",
     )
-    parser.add_argument("--parallel", type=positive, default=4, metavar="N", help="jobs that run at once (4)")
+    parser.add_argument(
+        "--parallel",
+        type=accepted(EngineOptions, "n_parallel", positive),
+        default=4,
+        metavar="N",
+        help="jobs that run at once (4)",
+    )
     add_ubatch_arg(parser)
     add_kv_type_arg(parser)
 
@@ -205,7 +242,7 @@ def add_ubatch_arg(parser: argparse.ArgumentParser) -> None:
     """Adds ``--ubatch``; its value is 0 if it is not given."""
     parser.add_argument(
         "--ubatch",
-        type=positive,
+        type=accepted(EngineOptions, "n_ubatch", positive),
         default=0,
         metavar="N",
         help="prompt tokens computed at once, the same number at every budget (the best one for each)",
