@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import marshal
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -272,6 +274,62 @@ def test_every_part_has_its_licence(bundled: tuple[Path, dict[str, Any]]) -> Non
     assert parts - set(manifest["without_licence_text"]) == there
     assert "llama-cpp-python" in there
     assert list((place / "licences" / "pyzmq").rglob("*zeromq*"))  # it is part of pyzmq's wheel
+
+
+def test_nothing_of_the_machine_that_made_it_is_in_a_bundle(bundled: tuple[Path, dict[str, Any]]) -> None:
+    place, _ = bundled
+    packages = place / "sidecar" / "packages"
+    notes = {path.name for folder in packages.glob("*.dist-info") for path in folder.iterdir()}
+    assert "METADATA" in notes
+    assert not notes & {"direct_url.json", "INSTALLER", "RECORD", "REQUESTED"}
+    compiled = [*packages.rglob("*.pyc"), *(place / "sidecar" / "home").rglob("*.pyc")]
+    assert compiled
+    for path in compiled:
+        (name,) = names_of(marshal.loads(path.read_bytes()[16:]))
+        assert name.startswith("sidecar/")
+
+
+def names_of(code: CodeType) -> set[str]:
+    return {code.co_filename}.union(*(names_of(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def test_a_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for options in (["--with-models"], []):
+        command = ["--model", str(tmp_path / "locked.gguf"), *options]
+        ended = locked_out(tmp_path / "locked.gguf", str(tmp_path / "b"), *command)
+        assert refusal(ended)["name"] == "model_not_found"
+        assert f"cannot read {tmp_path / 'locked.gguf'}: Permission denied" in ended.stderr
+        assert not (tmp_path / "b").exists()
+    library = tmp_path / "libgame.so"
+    ended = locked_out(library, str(tmp_path / "b"), "--client", str(library))
+    assert f"cannot read {library}: Permission denied" in refusal(ended)["message"]
+
+
+LOCKED = """
+import builtins, os, sys
+locked, real = sys.argv.pop(1), builtins.open
+def opens(file, *args, **options):
+    if os.fspath(file) == locked:
+        raise PermissionError(13, "Permission denied", locked)
+    return real(file, *args, **options)
+builtins.open = opens
+from frameshard.cli import main
+sys.exit(main(["bundle", "--json", *sys.argv[1:]]))
+"""
+
+
+def locked_out(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """A bundle by a user who may not read a file. Modes of files do not stop tests that run as root."""
+    path.touch()
+    command = [sys.executable, "-c", LOCKED, str(path), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_paths_that_cannot_be_looked_at_are_refused(tmp_path: Path) -> None:
+    long = tmp_path / ("a" * 300)
+    assert "too long" in refusal(bundle(long))["message"]
+    assert "too long" in refusal(bundle(tmp_path / "b", "--client", long))["message"]
+    assert "too long" in refusal(bundle(tmp_path / "b", "--model", long))["message"]
 
 
 def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import marshal
 import os
 import platform
 import py_compile
@@ -31,6 +32,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 
 from frameshard.cli import bundle_linux, bundle_windows, common
 from frameshard.cli.bundle_files import EXTRAS, Contents, File
@@ -93,12 +95,17 @@ def _extras(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     directory: Path = args.directory.absolute()
-    existed = directory.exists()
-    if existed and (not directory.is_dir() or any(directory.iterdir())):
-        raise BadArgument(f"{directory} is not an empty directory", path=str(directory))
-    for library in args.client:
-        if not library.is_file():
-            raise BadArgument(f"there is no client library {library}", path=str(library))
+    try:
+        existed = directory.exists()
+        if existed and (not directory.is_dir() or any(directory.iterdir())):
+            raise BadArgument(f"{directory} is not an empty directory", path=str(directory))
+        for library in args.client:
+            if not library.is_file():
+                raise BadArgument(f"there is no client library {library}", path=str(library))
+            with open(library, "rb"):
+                pass
+    except OSError as error:
+        raise BadArgument(f"cannot read {error.filename}: {error.strerror}", path=str(error.filename)) from error
     models = list(dict.fromkeys(_models(args.model)))
     with tempfile.TemporaryDirectory(prefix="frameshard-bundle-") as work:
         contents = _contents(args, Path(work))
@@ -116,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
                 manifest = _manifest(contents, sizes, models, args.with_models, silent)
                 (directory / "manifest.json").write_text(common.to_json(manifest))
         except OSError as error:
-            raise BadArgument(f"cannot write {directory}: {error.strerror}", path=str(directory)) from error
+            raise BadArgument(f"cannot write {directory}: {error}", path=str(directory)) from error
     if args.json:
         common.emit_json(manifest)
     else:
@@ -161,7 +168,17 @@ def _models(names: list[str]) -> Iterator[Path]:
     for name in names:
         for part in (name, models.mmproj_of(name)):
             if part is not None:
-                yield from models.files_of(models.resolve(part).absolute())
+                for path in models.files_of(models.resolve(part).absolute()):
+                    _check_readable(path)
+                    yield path
+
+
+def _check_readable(model: Path) -> None:
+    try:
+        with open(model, "rb"):
+            pass
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {model}: {error.strerror}", path=str(model)) from error
 
 
 def _licences(contents: Contents) -> tuple[list[File], list[str]]:
@@ -251,7 +268,7 @@ def _write(directory: Path, files: list[File], launchers: dict[str, str]) -> dic
             if compiled.parent not in made:
                 compiled.parent.mkdir(exist_ok=True)
                 made.add(compiled.parent)
-            if _compile(file.source, target, compiled):
+            if _compile(file, compiled):
                 sizes[file.part] += compiled.stat().st_size
     for name, text in launchers.items():
         path = directory / name
@@ -260,32 +277,39 @@ def _write(directory: Path, files: list[File], launchers: dict[str, str]) -> dic
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def _compile(source: Path, target: Path, compiled: Path) -> bool:
+def _compile(file: File, compiled: Path) -> bool:
     """Compiles a module to byte code that is valid for any date of the source: installers of games do not keep
-    dates."""
-    existing = Path(importlib.util.cache_from_source(str(source)))
-    text = source.read_bytes()
+    dates. It names the module by its path in the bundle, and nothing of this machine."""
+    existing = Path(importlib.util.cache_from_source(str(file.source)))
+    text = file.source.read_bytes()
     if existing.is_file():
         code = existing.read_bytes()
-        stat = source.stat()
+        stat = file.source.stat()
         dated = code[4:16] == b"".join(
             value.to_bytes(4, "little") for value in (0, int(stat.st_mtime) & 0xFFFFFFFF, stat.st_size & 0xFFFFFFFF)
         )
         if dated and code[:4] == importlib.util.MAGIC_NUMBER:
             unchecked = (1).to_bytes(4, "little")  # PEP 552: identified by its hash, and never compared with the source
-            compiled.write_bytes(code[:4] + unchecked + importlib.util.source_hash(text) + code[16:])
+            named = marshal.dumps(_named(marshal.loads(code[16:]), file.target.as_posix()))
+            compiled.write_bytes(code[:4] + unchecked + importlib.util.source_hash(text) + named)
             return True
     try:
         py_compile.compile(
-            str(source),
+            str(file.source),
             cfile=str(compiled),
-            dfile=str(target),
+            dfile=file.target.as_posix(),
             doraise=True,
             invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
         )
     except py_compile.PyCompileError:  # the file is a template, or is for another Python
         return False
     return True
+
+
+def _named(code: CodeType, name: str) -> CodeType:
+    """The code, and all code in it, as of the file `name`."""
+    inside = tuple(_named(each, name) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.replace(co_filename=name, co_consts=inside)
 
 
 def _manifest(

@@ -20,6 +20,9 @@ GPU_MODULE_FILE = re.compile(r"frameshard/gpu/(?:lib)?ggml-([a-z]+)\.[a-z]+")
 EXTRAS = ("fallback", "http", "top", "vision")
 """The extras of frameshard that a sidecar can use; the others are for developers."""
 
+NOTES_OF_PIP = ("direct_url.json", "INSTALLER", "RECORD", "REQUESTED")
+"""Of a .dist-info: where and how a package was installed here. A bundle's Python does not read them."""
+
 TESTS = re.compile(r"(^|/)(tests?|_tests)/")
 
 
@@ -89,6 +92,8 @@ def package_files(distributions: dict[str, metadata.Distribution]) -> Iterator[F
         for file in distribution.files:
             top = file.parts[0]
             # llama-cpp-python installs its libraries again under lib/, for programs that compile against it.
+            if top.endswith(".dist-info") and file.name in NOTES_OF_PIP:
+                continue
             if top not in ("..", "bin", "lib", "include") and file.suffix != ".pyc" and not TESTS.search(str(file)):
                 module = GPU_MODULE_FILE.fullmatch(file.as_posix())
                 part = f"{GPU_MODULE} {module[1]}" if module else name

@@ -52,7 +52,7 @@ def _list(args: argparse.Namespace) -> int:
     from frameshard import models
 
     known = [
-        {"name": name, "about": about, "bytes": n_bytes, "path": str(path) if path.is_file() else None}
+        {"name": name, "about": about, "bytes": n_bytes, "path": str(path) if models.is_file(path) else None}
         for name, about, n_bytes, path in models.known()
     ]
     paths = {model["path"] for model in known}
