@@ -436,6 +436,7 @@ class Client:
         self._core = core
         self._socket = socket
         self._answers: dict[int, Inbox[m.Reply]] = {}
+        self._endings: list[int] = []  # requests for the end of the sidecar
         self._streams: dict[int, Inbox[m.JobEvent]] = {}
         # Weak references: an inbox may be dropped without being closed.
         self._watchers: weakref.WeakSet[Inbox[m.Engine]] = weakref.WeakSet()
@@ -805,7 +806,12 @@ class Client:
 
     def shutdown(self) -> Awaitable[None]:
         """Ends the sidecar for all its clients."""
-        return self._asked_then(self._core.shutdown, m.Ok, lambda ok: None)
+
+        def request() -> int:
+            self._endings.append(self._core.shutdown())
+            return self._endings[-1]
+
+        return self._asked_then(request, m.Ok, lambda ok: None)
 
     def _listen(self, listeners: weakref.WeakSet[Inbox[T]]) -> Inbox[T]:
         inbox = Inbox[T](MAX_UNREAD)
@@ -933,6 +939,10 @@ class Client:
         """Waits for the end of a launched sidecar, so that it is known at once. The end of other sidecars is noticed
         only because they are silent."""
         status = await sidecar.wait()
+        if status == 0:  # it has done as it was asked, though its answer may not have been read yet
+            for request_id in self._endings:
+                if request_id in self._answers:
+                    self._answers[request_id].put(m.Ok(request_id, self.info.epoch))
         self._core.gone(ConnectionLost(f"the sidecar has ended with status {status}"))
         self._flush()
 

@@ -524,6 +524,16 @@ async def test_a_client_whose_block_has_ended_is_lost() -> None:
 
 
 @in_both
+async def test_a_sidecar_that_has_ended_as_it_was_asked_is_not_lost() -> None:
+    """Also if its end is noticed before its answer is read."""
+    async with launch() as client:
+        client._core.receive = lambda frame: []  # type: ignore[method-assign]
+        await client.shutdown()
+        with pytest.raises(errors.ConnectionLost):
+            await client.budget()
+
+
+@in_both
 async def test_the_errors_of_a_lost_sidecar_do_not_grow() -> None:
     async with launch() as client:
         os.kill((await client.stats()).broker.pid, 9)
