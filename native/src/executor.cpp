@@ -40,7 +40,7 @@ class Executor {
     bool load_program();
     Program *find_or_compile(std::string &why);
     void adopt_expert_cache();
-    bool wait_for_frame(bool &timed);
+    ggml_status wait_for_frame(bool &timed);
     ggml_status bring_weights();
     ggml_status run_cpu(Segment &s);
     void take_inputs(const Segment &s);
@@ -104,8 +104,11 @@ ggml_status Executor::run() {
     }
     while (node < graph->n_nodes) {
         bool timed = false;
-        if (d.pacing.active() && !wait_for_frame(timed)) {
-            return stop(GGML_STATUS_ABORTED);
+        if (d.pacing.active()) {
+            const ggml_status waited = wait_for_frame(timed);
+            if (waited != GGML_STATUS_SUCCESS) {
+                return stop(waited);
+            }
         }
         if (!program_is_valid() && !load_program()) {
             return stop(GGML_STATUS_ALLOC_FAILED);
@@ -222,26 +225,30 @@ ggml_status Executor::bring_weights() {
     return GGML_STATUS_SUCCESS;
 }
 
-// Waits until the next segment may start beside the host's frames; false when the graph is to be aborted. `timed` is set
-// when the pacer wants to know how long the segment took.
-bool Executor::wait_for_frame(bool &timed) {
+// Waits until the next segment may start beside the host's frames, and brings budgets into force meanwhile. `timed` is set when
+// the pacer wants to know how long the segment took.
+ggml_status Executor::wait_for_frame(bool &timed) {
+    const uint64_t ready = clock_ns();
     const auto hurry = [this] {
         d.requests.read_frame_block();
         return d.abort.load() || d.requests.pending();
     };
-    const Segment *segment = program_is_valid() ? &program->segments[next] : nullptr;
-    timed = false;
-    if (!hurry() && !(segment && segment->cpu)) {
-        if (segment && segment->entry >= 0) {
-            d.ring.synchronize(segment->entry); // its copies should not take from free time
+    for (bool may_start = false; !may_start;) {
+        if (!program_is_valid() && !load_program()) {
+            return GGML_STATUS_ALLOC_FAILED;
         }
-        timed = d.pacing.before_step(hurry);
+        const Segment &segment = program->segments[next];
+        if (!hurry() && !segment.cpu && segment.entry >= 0) {
+            d.ring.synchronize(segment.entry); // its copies should not take from free time
+        }
+        // A budget ends the wait, but does not start the segment. One that may start is not kept by budget after budget.
+        may_start = segment.cpu || d.pacing.before_step(ready, hurry, timed);
+        if (!apply_requests()) {
+            return GGML_STATUS_ABORTED;
+        }
+        d.requests.answer_frame_block();
     }
-    if (d.abort.load() || !d.apply_requested_budget()) {
-        return false;
-    }
-    d.requests.answer_frame_block();
-    return true;
+    return GGML_STATUS_SUCCESS;
 }
 
 // Starts the next copies and moves on to the next segment.

@@ -1,11 +1,13 @@
 #include "pacing.h"
 
+#include "ggml-impl.h"
 #include "system.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 namespace fsd {
 
@@ -16,6 +18,7 @@ static constexpr uint32_t kIdle = 1; // flag: the host's frames need not be prot
 static constexpr uint64_t kMs = 1000000;
 static constexpr uint64_t kSilent = 100 * kMs; // after this and four frames without a new one the host is not paced
 static constexpr uint64_t kNap = kMs / 2;      // between two checks of abort, budget and frame block
+static constexpr uint64_t kMostFrames = 4;     // that a step waits, so that the engine makes progress beside every host
 
 // By mode: by what share of its target a frame may be late before it counts, and how much of the host's GPU time steps may
 // use. The least share is above 0 so that a host whose frames are always late does not stop the engine.
@@ -70,10 +73,13 @@ void FramePacer::see(const Frame &f, uint64_t now) {
     figures_.share = mode_ == Mode::compute ? 1.0 : share_;
 }
 
-uint64_t FramePacer::start_at(uint64_t now) const {
+uint64_t FramePacer::start_at(uint64_t now, uint64_t ready) const {
     if (!paced(now)) {
         return now;
     }
+    // Without a share of the host's GPU time a step gets it all the same once it has waited for kMostFrames: it may be a
+    // little shorter than the gap, and each look at the frame block too late for it.
+    const uint64_t resume = share_ > 0 ? resume_ : ready + kMostFrames * frame_.target;
     // A frame whose successor is overdue is still being drawn.
     const uint64_t end = frame_.start + frame_.target;
     const uint64_t needed = longest_ + (uint64_t)guard_;
@@ -86,14 +92,14 @@ uint64_t FramePacer::start_at(uint64_t now) const {
             return now;
         }
         if (now < free_from) {
-            return share_ > 0 ? std::max(now, std::min(resume_, free_from)) : free_from;
+            return std::max(now, std::min(resume, free_from));
         }
-        return share_ > 0 ? std::max(now, resume_) : now + kNap; // until the next frame starts
+        return std::max(now, resume); // or in the next frame's gap
     }
     if (frame_.gpu_busy > 0 && last_frame_with_step_ != frame_.number) {
         return now; // the host uses the GPU for the whole frame: one step per frame
     }
-    return share_ > 0 ? std::max(now, resume_) : now + kNap;
+    return std::max(now, resume);
 }
 
 void FramePacer::ran(uint64_t start, uint64_t end) {
@@ -112,9 +118,8 @@ void FramePacer::ran(uint64_t start, uint64_t end) {
     took = std::min(took, longest_);
     figures_.longest_step_s = longest_ * 1e-9;
     last_frame_with_step_ = frame_.number;
-    resume_ = share_ > 0 ? end + (uint64_t)(took * (1 / share_ - 1)) : 0;
-    // At least one step in four frames, however long it takes.
-    resume_ = std::min(resume_, end + 4 * frame_.target);
+    const double most = (double)(kMostFrames * frame_.target);
+    resume_ = share_ > 0 ? end + (uint64_t)std::min(took * (1 / share_ - 1), most) : 0;
 }
 
 // ----------------------------------------------------------------------------------------------------------------- frame block
@@ -166,6 +171,10 @@ bool Pacing::read(Frame &f) {
             // The host's values are not trusted: frames last a second at most and do not start in the future.
             const uint64_t now = clock_ns();
             f.target = std::min<uint64_t>(f.target, 1000 * kMs);
+            if (f.start > now && f.start - now > f.target) {
+                foreign_clock(f.start - now);
+                f.number = 0;
+            }
             f.start = std::min(f.start, now);
             f.time = std::min<uint64_t>(f.time, 60000 * kMs);
             return true;
@@ -174,7 +183,17 @@ bool Pacing::read(Frame &f) {
     return false;
 }
 
-bool Pacing::before_step(const std::function<bool()> &hurry) {
+// A frame more than its length in the future has the time of another clock. Such a host would be drawing one frame for ever.
+void Pacing::foreign_clock(uint64_t ahead_ns) {
+    if (!std::exchange(foreign_clock_, true)) {
+        GGML_LOG_WARN(
+            "frameshard: the frame block's frame_start_ns is %.1f s ahead of the system's monotonic clock, so "
+            "steps do not wait for these frames: the host must use the clock that the protocol names\n",
+            ahead_ns * 1e-9);
+    }
+}
+
+bool Pacing::before_step(uint64_t ready, const std::function<bool()> &hurry, bool &timed) {
     const uint64_t begin = clock_ns();
     for (uint64_t now = begin;; now = clock_ns()) {
         uint64_t at = now;
@@ -184,14 +203,17 @@ bool Pacing::before_step(const std::function<bool()> &hurry) {
             if (read(f)) {
                 pacer_.see(f, now);
             }
-            at = pacer_.start_at(now);
+            at = pacer_.start_at(now, ready);
             if (at <= now) {
                 waited_s_ += (now - begin) * 1e-9;
-                return pacer_.paced(now);
+                timed = pacer_.paced(now);
+                return true;
             }
         }
         if (hurry()) {
-            return true;
+            std::lock_guard<std::mutex> lock(mutex_);
+            waited_s_ += (clock_ns() - begin) * 1e-9;
+            return false;
         }
         sleep_for(std::chrono::nanoseconds(std::min(at - now, kNap)));
     }

@@ -60,7 +60,8 @@ class FramePacer {
     // The frame block's present frame; learns from it when it is new.
     void see(const Frame &f, uint64_t now);
     // When the next step may start, if it takes as long as the longest recent step. A time up to `now` means at once.
-    uint64_t start_at(uint64_t now) const;
+    // It waits since `ready`.
+    uint64_t start_at(uint64_t now, uint64_t ready) const;
     // A step ran from `start` to `end`.
     void ran(uint64_t start, uint64_t end);
     bool drawing(uint64_t now) const; // the host is drawing frames
@@ -87,8 +88,9 @@ class Pacing {
     void set_mode(Mode mode); // [any thread]
     // Whether a frame block is mapped.
     bool active() const { return block_.load(std::memory_order_acquire) != nullptr; }
-    // Waits until a step on the GPU may start, or until `hurry`. True when after_step() should be called.
-    bool before_step(const std::function<bool()> &hurry);
+    // Waits until a step on the GPU, which waits since `ready`, may start; false when `hurry` comes first. `timed` is set when
+    // after_step() should be called.
+    bool before_step(uint64_t ready, const std::function<bool()> &hurry, bool &timed);
     void after_step(uint64_t start, uint64_t end);
     // Takes a budget in the frame block that was not taken before; false when there is none. Then either refuse() or
     // accept() it. [any thread]
@@ -103,12 +105,14 @@ class Pacing {
 
   private:
     bool read(Frame &f);
+    void foreign_clock(uint64_t ahead_ns);
     void answer(uint64_t generation, bool refused, uint64_t budget, uint64_t used, uint64_t floor);
     std::atomic<uint64_t> accepted_{0}; // generation of a budget that is not answered yet
     std::atomic<FrameBlock *> block_{nullptr};
     std::mutex mutex_; // guards what follows
     FramePacer pacer_;
     uint64_t budget_seen_ = 0;
+    bool foreign_clock_ = false; // was logged
     double waited_s_ = 0;
 };
 

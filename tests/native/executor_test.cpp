@@ -4,6 +4,7 @@
 #include "check.h"
 #include "device.h"
 #include "emulated.h"
+#include "host_block.h"
 #include "host_file.h"
 #include "plugin.h"
 #include "system.h"
@@ -748,6 +749,40 @@ SCENARIO(figures_are_of_one_moment_while_graphs_run) {
     reader.join();
     CHECK(graphs.size() > 1 && beside.size() == 1);
 }
+
+#ifdef __linux__
+LINUX_SCENARIO(budgets_start_no_step_in_the_hosts_gpu_time) {
+    constexpr uint64_t ms = 1000000, busy = 300 * ms;
+    Session s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget(s.full, 0) == FSD_OK);
+    HostBlock host;
+    CHECK(fsd_open_frame_block(host.path().c_str()) == FSD_OK);
+    CHECK(fsd_set_scheduling_mode(FSD_PRIORITIZE_GRAPHICS) == FSD_OK);
+    uint64_t generation = 0;
+    // The first budgets change nothing, so that the program stays valid; the others do.
+    for (uint64_t least : {s.full, s.floor}) {
+        const uint64_t begin = fsd::clock_ns();
+        host.draw(begin, 1000 * ms, busy);
+        std::atomic<bool> done{false};
+        std::thread game([&] {
+            for (; !done.load(); generation++) {
+                host.ask(generation + 1, generation % 2 ? least : s.full + 1);
+                std::this_thread::sleep_for(std::chrono::milliseconds(3));
+            }
+        });
+        s.check_conversation();
+        const uint64_t took = fsd::clock_ns() - begin;
+        done.store(true);
+        game.join();
+        CHECK(took >= busy);
+        CHECK(host.block->applied_generation.load() > 0);
+    }
+    fsd_pacing pacing = {};
+    pacing.struct_size = sizeof(pacing);
+    CHECK(fsd_get_pacing(&pacing) == FSD_OK && pacing.waited_s > 0);
+}
+#endif
 
 void change_budgets_while_graphs_run(bool placements, unsigned seed, bool one_queue = false, bool async = false) {
     fsd_config config = config_of(0);

@@ -777,7 +777,8 @@ FS_API fs_status fs_arbiter_holds(fs_arbiter *arbiter, uint64_t used_bytes);
 /* How the GPU is shared between the host's frames and the sidecar. */
 enum {
     /* generated: SchedulingMode */
-    FS_PRIORITIZE_GRAPHICS = 1, /* the sidecar uses only the GPU time that frames leave free */
+    FS_PRIORITIZE_GRAPHICS = 1, /* the sidecar uses only the GPU time that frames leave free, and a little more if its
+                                   work does not fit into that */
     FS_BALANCE = 2,             /* it uses more, as long as frames stay within their target time. The default */
     FS_PRIORITIZE_COMPUTE = 3,  /* it ignores frames */
     /* end of SchedulingMode */

@@ -590,8 +590,9 @@ class Pacing:
     epoch: Epoch
     scheduling_mode: Annotated[
         SchedulingMode,
-        "`prioritize_graphics`: use only the GPU time that frames leave free. `balance`: use more, as long as frames"
-        " stay within their target time. `prioritize_compute`: ignore frames.",
+        "`prioritize_graphics`: use only the GPU time that frames leave free; what does not fit into it starts after"
+        " four frames all the same. `balance`: use more, as long as frames stay within their target time."
+        " `prioritize_compute`: ignore frames.",
     ] = "balance"
     target_tokens_per_second: Annotated[
         float,
