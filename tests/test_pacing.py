@@ -62,6 +62,37 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
 
 
 @in_trio
+async def test_a_budget_in_the_page_replaces_the_sidecars_own_limit(model_path: Path) -> None:
+    """Without jobs the sidecar has shrunk. A budget in the page stays in force when a job comes, also if it is as large
+    as the sidecar's own limit, and if the job comes at once."""
+    async with frameshard.launch(model_path, device="emulated", vram_budget_mb=160, n_ctx=512, n_parallel=1) as client:
+        notices = client.notices()
+        keep_mb = ((await client.budget()).floor_bytes >> 20) + 8
+        block = await client.frame_block()
+        for more_mb, at_once in ((0, False), (16, True), (16, True)):
+            await client.set_budget(160, floor_mb=keep_mb, observe=False)
+            await client.complete("Once", sampling=GREEDY).completed()
+            async for notice in notices:
+                if notice.kind == "gives_back" and notice.vram_budget_bytes == keep_mb * MIB:
+                    break
+            with trio.fail_after(60):
+                while (await client.budget()).used_bytes > keep_mb * MIB:
+                    await trio.sleep(0.01)
+            wanted = (keep_mb + more_mb) * MIB
+            generation = block.set_budget(wanted)
+            if not at_once:
+                await applied(block, generation)
+            await client.complete("Once", sampling=GREEDY).completed()
+            await applied(block, generation)
+            with trio.fail_after(60):
+                while (await client.budget()).vram_budget_bytes != wanted:
+                    await trio.sleep(0.01)
+            await client.complete("Once", sampling=GREEDY).completed()
+            assert block.answer.budget_bytes == wanted >= block.answer.used_bytes
+            assert (await client.budget()).vram_budget_bytes == wanted
+
+
+@in_trio
 async def test_answers_go_on_beside_frames(model_path: Path) -> None:
     """Each mode is tested with frames that leave GPU time and frames that leave none. Idle frames are used fully."""
     options = {"device": "emulated", "mode": "stream_only", "n_ctx": 512, "n_parallel": 1}

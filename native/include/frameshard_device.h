@@ -190,6 +190,8 @@ FSD_API fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t 
  * used_bytes <= bytes, or a later request has replaced this one, at most timeout_s. A budget below the floor changes nothing and
  * returns FSD_BELOW_FLOOR. */
 FSD_API fsd_status fsd_set_budget(uint64_t bytes, double timeout_s);
+/* [any thread] As fsd_set_budget, but if the frame block has had a budget later than known_generation, that one stays. */
+FSD_API fsd_status fsd_set_own_budget(uint64_t bytes, uint64_t known_generation, double timeout_s);
 
 /* [any thread] Requests a limit on host_used_bytes; 0: no limit. It is applied between two steps of a running graph, otherwise
  * at once. With the first limit below what is in use, weights are no longer used through the mapping of the model file: a part
@@ -301,8 +303,10 @@ FSD_API fsd_status fsd_set_abort(int on);
 /* [any thread] Maps the frame block that the host writes (bindings/PROTOCOL.md, "Frame block"). From now on steps on the GPU
  * are paced by the host's frames, and a budget in the frame block is applied between two steps. NULL: no frame block. */
 FSD_API fsd_status fsd_open_frame_block(const char *path);
-/* [any thread] Applies a budget in the frame block while no graph runs. Call it every few milliseconds. */
-FSD_API fsd_status fsd_poll_frame_block(void);
+/* [any thread] Applies a budget in the frame block while no graph runs, and writes the present figures into it. Call it every
+ * few milliseconds. *generation gets the generation of the latest budget in it that came into force, also during a graph; 0:
+ * none. */
+FSD_API fsd_status fsd_poll_frame_block(uint64_t *generation);
 
 typedef enum { FSD_PRIORITIZE_GRAPHICS = 0, FSD_BALANCE = 1, FSD_PRIORITIZE_COMPUTE = 2 } fsd_scheduling_mode;
 FSD_API fsd_status fsd_set_scheduling_mode(fsd_scheduling_mode mode); /* [any thread] default: FSD_BALANCE */

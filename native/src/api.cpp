@@ -357,18 +357,20 @@ fsd_status fsd_set_plan(const fsd_tier *tiers, size_t n_tiers, uint32_t n_shards
     return FSD_OK;
 }
 
-fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) {
+fsd_status fsd_set_budget(uint64_t bytes, double timeout_s) { return fsd_set_own_budget(bytes, UINT64_MAX, timeout_s); }
+
+fsd_status fsd_set_own_budget(uint64_t bytes, uint64_t known_generation, double timeout_s) {
     Device &d = device();
     if (!d.configured.load()) {
         return fail(FSD_BAD_STATE, "fsd_configure comes first");
     }
-    const uint64_t wanted = limit_of(bytes);
+    uint64_t wanted = limit_of(bytes);
     if (wanted < d.ledger.floor()) {
         return fail(FSD_BELOW_FLOOR, "a VRAM budget of " + std::to_string(wanted >> 20) +
                                          " MiB is below the floor of " +
                                          std::to_string((d.ledger.floor() + (1 << 20) - 1) >> 20) + " MiB");
     }
-    const uint64_t number = d.requests.ask(wanted);
+    const uint64_t number = d.requests.ask(wanted, known_generation);
     if (d.ledger.used() > wanted) {
         interrupt_tower(); // the encode frees its VRAM; the caller encodes again within the new budget
     }
@@ -503,8 +505,9 @@ fsd_status fsd_open_frame_block(const char *path) {
     return device().pacing.open(path, why) ? FSD_OK : fail(FSD_BAD_ARGUMENT, why);
 }
 
-fsd_status fsd_poll_frame_block(void) {
+fsd_status fsd_poll_frame_block(uint64_t *generation) {
     Device &d = device();
+    *generation = 0;
     if (!d.pacing.active()) {
         return FSD_OK;
     }
@@ -512,7 +515,7 @@ fsd_status fsd_poll_frame_block(void) {
     if (d.requests.pending()) {
         d.apply_budget_if_idle();
     }
-    d.requests.answer_frame_block();
+    *generation = d.requests.answer_frame_block();
     return FSD_OK;
 }
 

@@ -235,20 +235,18 @@ bool Pacing::new_budget(uint64_t &generation, uint64_t &bytes) {
     return true;
 }
 
-void Pacing::answer(uint64_t generation, bool refused, uint64_t budget, uint64_t used, uint64_t floor) {
-    FrameBlock *b = block_.load(std::memory_order_acquire);
-    if (!b) {
-        return;
+void Pacing::show(uint64_t budget, uint64_t used, uint64_t floor) {
+    if (FrameBlock *b = block_.load(std::memory_order_acquire)) {
+        b->budget_bytes.store(budget, std::memory_order_relaxed);
+        b->used_bytes.store(used, std::memory_order_relaxed);
+        b->floor_bytes.store(floor, std::memory_order_relaxed);
     }
-    b->budget_bytes.store(budget, std::memory_order_relaxed);
-    b->used_bytes.store(used, std::memory_order_relaxed);
-    b->floor_bytes.store(floor, std::memory_order_relaxed);
-    (refused ? b->refused_generation : b->applied_generation).store(generation, std::memory_order_release);
 }
 
-void Pacing::answer_accepted(uint64_t budget, uint64_t used, uint64_t floor) {
-    if (const uint64_t generation = accepted_.exchange(0)) {
-        answer(generation, false, budget, used, floor);
+void Pacing::answer(uint64_t generation, bool refused) {
+    FrameBlock *b = block_.load(std::memory_order_acquire);
+    if (b) {
+        (refused ? b->refused_generation : b->applied_generation).store(generation, std::memory_order_release);
     }
 }
 

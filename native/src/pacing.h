@@ -92,22 +92,18 @@ class Pacing {
     // after_step() should be called.
     bool before_step(uint64_t ready, const std::function<bool()> &hurry, bool &timed);
     void after_step(uint64_t start, uint64_t end);
-    // Takes a budget in the frame block that was not taken before; false when there is none. Then either refuse() or
-    // accept() it. [any thread]
+    // Takes a budget in the frame block that was not taken before; false when there is none. It has to be answered.
+    // [any thread]
     bool new_budget(uint64_t &generation, uint64_t &bytes);
-    void refuse(uint64_t generation, uint64_t budget, uint64_t used, uint64_t floor) {
-        answer(generation, true, budget, used, floor);
-    }
-    void accept(uint64_t generation) { accepted_.store(generation); }
-    // All accepted budgets are in force now: tells the host, if it was not told. [any thread]
-    void answer_accepted(uint64_t budget, uint64_t used, uint64_t floor);
+    // Writes the budget in force (0: no limit), what is in use, and the floor. [any thread]
+    void show(uint64_t budget, uint64_t used, uint64_t floor);
+    // Tells the host that this budget was refused or is in force. show() comes first. [any thread]
+    void answer(uint64_t generation, bool refused);
     PacingFigures figures();
 
   private:
     bool read(Frame &f);
     void foreign_clock(uint64_t ahead_ns);
-    void answer(uint64_t generation, bool refused, uint64_t budget, uint64_t used, uint64_t floor);
-    std::atomic<uint64_t> accepted_{0}; // generation of a budget that is not answered yet
     std::atomic<FrameBlock *> block_{nullptr};
     std::mutex mutex_; // guards what follows
     FramePacer pacer_;

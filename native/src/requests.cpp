@@ -9,8 +9,15 @@ void BudgetRequests::serve(const Ledger &ledger, std::function<void(uint64_t)> a
     apply_ = std::move(apply);
 }
 
-uint64_t BudgetRequests::ask(uint64_t bytes) {
+uint64_t BudgetRequests::ask(uint64_t &bytes, uint64_t known) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (known != UINT64_MAX) {
+        take_from_frame_block();
+    }
+    if (taken_ > known) {
+        bytes = bytes_.load();
+        return asked_.load();
+    }
     bytes_.store(bytes);
     return asked_.fetch_add(1) + 1;
 }
@@ -35,27 +42,43 @@ void BudgetRequests::apply() {
 }
 
 void BudgetRequests::read_frame_block() {
-    std::lock_guard<std::mutex> lock(
-        mutex_); // reading and asking are one step, so an older budget cannot replace a newer one
+    // Reading and asking are one step, so an older budget cannot replace a newer one.
+    std::lock_guard<std::mutex> lock(mutex_);
+    take_from_frame_block();
+}
+
+// The caller holds the mutex.
+void BudgetRequests::take_from_frame_block() {
     uint64_t generation, bytes;
     if (!pacing_.new_budget(generation, bytes)) {
         return;
     }
     const uint64_t wanted = limit_of(bytes);
     if (wanted < ledger_->floor()) {
-        pacing_.refuse(generation, ledger_->budget(), ledger_->used(), ledger_->floor());
+        show();
+        pacing_.answer(generation, true);
         return;
     }
     bytes_.store(wanted);
-    pacing_.accept(generation);
+    taken_ = generation;
     asked_.fetch_add(1);
 }
 
-void BudgetRequests::answer_frame_block() {
-    std::lock_guard<std::mutex> lock(mutex_); // no budget is accepted meanwhile
+void BudgetRequests::show() {
+    const uint64_t budget = ledger_->budget();
+    pacing_.show(budget < kNoLimit ? budget : 0, ledger_->used(), ledger_->floor());
+}
+
+uint64_t BudgetRequests::answer_frame_block() {
+    std::lock_guard<std::mutex> lock(mutex_); // no budget is taken meanwhile
     if (!pending()) {
-        pacing_.answer_accepted(ledger_->budget(), ledger_->used(), ledger_->floor());
+        show();
+        if (answered_ != taken_) {
+            answered_ = taken_;
+            pacing_.answer(answered_, false);
+        }
     }
+    return answered_;
 }
 
 } // namespace fsd

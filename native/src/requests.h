@@ -10,10 +10,8 @@
 namespace fsd {
 
 // A budget as it is compared: 0 means no limit. Sums and signed differences of larger numbers would overflow.
-inline uint64_t limit_of(uint64_t budget_bytes) {
-    constexpr uint64_t none = UINT64_MAX / 4;
-    return budget_bytes ? std::min(budget_bytes, none) : none;
-}
+inline constexpr uint64_t kNoLimit = UINT64_MAX / 4;
+inline uint64_t limit_of(uint64_t budget_bytes) { return budget_bytes ? std::min(budget_bytes, kNoLimit) : kNoLimit; }
 
 // [any thread], but for serve() and apply().
 class BudgetRequests {
@@ -23,8 +21,9 @@ class BudgetRequests {
     // `apply` brings a budget into force in `ledger`. To be called once, before all else.
     void serve(const Ledger &ledger, std::function<void(uint64_t)> apply);
 
-    // Asks for a budget; returns the number of the request.
-    uint64_t ask(uint64_t bytes);
+    // Asks for a budget; returns the number of the request. If the frame block has had a budget later than `known`, that one
+    // stays the latest, and `bytes` becomes it.
+    uint64_t ask(uint64_t &bytes, uint64_t known);
     bool pending() const { return asked_.load() != applied_.load(); }
     uint64_t requested() const { return bytes_.load(); } // the latest budget asked for
     // Whether a later request has come.
@@ -41,14 +40,18 @@ class BudgetRequests {
 
     // A budget in the frame block becomes a request, unless it is below the floor.
     void read_frame_block();
-    // Tells the host through the frame block that its budget is in force.
-    void answer_frame_block();
+    // Writes the present figures into the frame block, and which of its budgets is in force, unless a request is pending.
+    // Returns the generation of the latest of its budgets that came into force; 0: none.
+    uint64_t answer_frame_block();
 
   private:
+    void take_from_frame_block();
+    void show();
     Pacing &pacing_;
     const Ledger *ledger_ = nullptr;
     std::function<void(uint64_t)> apply_;
-    std::mutex mutex_; // of asking
+    std::mutex mutex_;                  // of asking
+    uint64_t taken_ = 0, answered_ = 0; // generations of budgets in the frame block
     std::condition_variable applied_changed_;
     std::atomic<uint64_t> bytes_{0};
     std::atomic<uint64_t> asked_{0}, applied_{0}, rounds_{0};

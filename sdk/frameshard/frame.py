@@ -48,7 +48,7 @@ class Answer:
 
     :param applied_generation: the generation of the last budget that was applied.
     :param refused_generation: the generation of the last budget that was refused.
-    :param budget_bytes: the budget in force.
+    :param budget_bytes: the budget in force; 0: no limit.
     :param used_bytes: the VRAM that the sidecar uses.
     :param floor_bytes: the floor.
     """

@@ -767,10 +767,15 @@ class ShardDevice:
         """
         self._check(self._lib.fsd_open_frame_block(None if path is None else os.fsencode(path)))
 
-    def poll_frame_block(self) -> None:
-        """Any thread: if no graph runs, applies a budget that the host has written into the frame block. Call it every
-        few milliseconds."""
-        self._check(self._lib.fsd_poll_frame_block())
+    def poll_frame_block(self) -> int:
+        """Any thread: if no graph runs, applies a budget that the host has written into the frame block. Writes the
+        present figures into it. Call it every few milliseconds.
+
+        :returns: the generation of the latest budget in it that came into force, also during a graph; 0: none.
+        """
+        generation = ctypes.c_uint64()
+        self._check(self._lib.fsd_poll_frame_block(ctypes.byref(generation)))
+        return generation.value
 
     def set_scheduling_mode(self, mode: str) -> None:
         """Any thread: sets how the device shares the GPU with the host's frames.
@@ -822,15 +827,18 @@ class ShardDevice:
             )
         )
 
-    def set_budget(self, vram_budget_bytes: int, timeout_s: float = 5.0) -> None:
+    def set_budget(self, vram_budget_bytes: int, timeout_s: float = 5.0, known_generation: int | None = None) -> None:
         """Any thread, also while a graph runs: sets the budget. Returns when at most ``vram_budget_bytes`` are in use,
         or when a later budget has replaced it.
 
+        :param known_generation: if the frame block has had a later budget than this one, that one stays. None: the
+            budget replaces any.
         :raises BudgetBelowFloor: the budget is too small; nothing changes.
         :raises DeadlineMissed: more was in use after ``timeout_s`` seconds. The budget stays in force.
         """
-        status = self._lib.fsd_set_budget(ctypes.c_uint64(vram_budget_bytes), ctypes.c_double(timeout_s))
-        self._check(status, vram_budget_bytes)
+        known = 2**64 - 1 if known_generation is None else known_generation
+        arguments = ctypes.c_uint64(vram_budget_bytes), ctypes.c_uint64(known), ctypes.c_double(timeout_s)
+        self._check(self._lib.fsd_set_own_budget(*arguments), vram_budget_bytes)
 
     def set_host_budget(self, host_budget_bytes: int, timeout_s: float = 5.0) -> None:
         """Any thread, also while a graph runs: limits the host memory that the device holds; 0 for no limit. Returns

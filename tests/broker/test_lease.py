@@ -347,14 +347,78 @@ def test_what_is_not_needed_is_given_back_and_taken_again() -> None:
     made.tick(10.0 + IDLE_S - 0.1, 0)
     assert made.commands == []
     made.tick(10.0 + IDLE_S, 0)
-    assert heard(made) == [("gives_back", 50)]
+    assert heard(made) == []  # nothing is promised that the engine may refuse
     assert obey(made, 50) == [50]
+    assert heard(made) == [("gives_back", 50)]
     made.tick(60.0, 0)
     assert made.commands == []
     assert made.describe(1, 0).vram_budget_bytes == 200 * MIB  # the lease is unchanged
     made.tick(61.0, 1)
     assert ("gives_back", 200) in heard(made)
     assert obey(made, 200) == [200]
+    assert heard(made) == []
+
+
+def refuse(made: Lease, error: errors.FrameshardError, now: float) -> int:
+    """The engine refuses its only command. Returns the budget in MiB."""
+    (command,) = told(made)
+    made.engine_event(em.BudgetRefused(command.seq, m.ErrorInfo.of(error)), now)
+    return command.vram_budget_bytes // MIB
+
+
+def test_what_the_engine_refuses_to_give_back_is_not_promised(caplog: pytest.LogCaptureFixture) -> None:
+    made = lease(200, 200, keep_mb=50)
+    made.tick(10.0, 0)
+    for now in (15.0, 20.0):  # again after a while
+        made.tick(now, 0)
+        assert refuse(made, errors.BudgetBelowFloor("host memory has no room"), now) == 50
+        made.tick(now + 4.9, 0)
+        assert (made.commands, heard(made)) == ([], [])
+    assert [record.message for record in caplog.records] == [
+        "the sidecar cannot change its use of VRAM on its own (there are no jobs): host memory has no room"
+    ]
+    made.tick(25.0, 0)
+    assert (obey(made, 50), heard(made)) == ([50], [("gives_back", 50)])
+    made.tick(26.0, 1)
+    heard(made)
+    assert refuse(made, errors.OutOfMemory("no"), 26.0) == 200  # so the limit is still in force
+    assert made.engine_load_bytes() == 50 * MIB
+    made.tick(27.0, 1)
+    assert made.commands == []
+    made.tick(31.0, 1)
+    assert obey(made, 200) == [200]
+
+
+def test_what_pressure_could_not_release_is_not_promised() -> None:
+    made = lease(250, 250)
+    look(made, 2.0, used_mb=250, free_mb=100)
+    assert refuse(made, errors.BudgetBelowFloor("host memory has no room"), 2.0) == 94
+    look(made, 3.0, used_mb=250, free_mb=100)
+    assert (made.commands, heard(made), made.engine_load_bytes()) == ([], [], 250 * MIB)
+    look(made, 7.0, used_mb=250, free_mb=100)
+    assert refuse(made, errors.DeadlineMissed("late"), 12.0) == 94
+    look(made, 12.5, used_mb=120, free_mb=230)
+    assert heard(made) == []
+    look(made, 13.0, used_mb=94, free_mb=256)  # the release has come after its deadline
+    assert (heard(made), made.engine_load_bytes()) == ([("pressure", 94)], 94 * MIB)
+
+
+def test_more_is_asked_for_at_once_where_what_was_wanted_is_out_of_date() -> None:
+    made = lease(64, 64, keep_mb=20)
+    made.tick(0.0, 1)
+    assert heard(made) == [("wants", 256)]
+    made.tick(1.0, 0)
+    made.tick(1.0 + IDLE_S, 0)
+    obey(made, 20)
+    made.tick(6.5, 1)
+    assert heard(made) == [("gives_back", 20), ("wants", 256), ("gives_back", 64)]
+    obey(made, 64)
+    connection = host()
+    for number, state, wanted in ((1, "parked", 64), (2, "active", 256)):
+        made.set(connection, m.BudgetSet(number, EPOCH, 64 * MIB, state=state), 7.0)  # type: ignore[arg-type]
+        obey(made, 0)
+        made.tick(7.0, 1)
+        assert heard(made) == [("state", 64), ("wants", wanted)]
 
 
 def test_nothing_is_given_back_that_was_not_agreed() -> None:
@@ -380,8 +444,9 @@ def test_pressure_shrinks_until_enough_is_free() -> None:
     look(made, 1.0, used_mb=250, free_mb=128)
     assert made.commands == []
     look(made, 2.0, used_mb=250, free_mb=100)
-    assert heard(made) == [("pressure", 94)]
+    assert heard(made) == []
     assert obey(made, 94) == [94]
+    assert heard(made) == [("pressure", 94)]
     look(made, 2.5, used_mb=94, free_mb=256)
     look(made, 4.0, used_mb=94, free_mb=20)
     assert obey(made, 16) == [16]  # not below the floor
@@ -485,6 +550,25 @@ def test_a_budget_of_the_frame_block_is_in_force() -> None:
     assert made.commands == []  # there is nothing to take again
 
 
+def test_an_own_change_names_the_budget_of_the_frame_block_that_it_replaces() -> None:
+    made = lease(200, 200, keep_mb=50)
+    made.tick(10.0, 0)
+    made.tick(10.0 + IDLE_S, 0)
+    (idle,) = told(made)
+    assert idle.known_generation == 0
+    made.engine_event(em.BudgetReleased(idle.seq, 200 * MIB, 200 * MIB, 0.0), 16.0)
+    assert heard(made) == []  # a budget in the frame block came before it: it holds more
+    made.engine_event(em.BudgetReleased(0, 200 * MIB, 200 * MIB, 0.0, generation=7), 16.0)
+    made.tick(17.0, 1)
+    assert told(made) == []  # the frame block's budget has replaced the limit
+    made.tick(18.0, 0)
+    made.tick(18.0 + IDLE_S, 0)
+    (idle,) = told(made)
+    assert (idle.vram_budget_bytes, idle.known_generation) == (50 * MIB, 7)
+    made.set(host(), m.BudgetSet(1, EPOCH, 100 * MIB), 24.0)
+    assert [command.known_generation for command in told(made)] == [None]
+
+
 def test_a_late_change_stays_in_force_with_all_its_terms() -> None:
     made, connection = lease(200, 200), host()
     terms = m.BudgetSet(1, EPOCH, 100 * MIB, floor_bytes=50 * MIB, host_budget_bytes=48 * MIB)
@@ -497,6 +581,7 @@ def test_a_late_change_stays_in_force_with_all_its_terms() -> None:
     assert (budget.vram_budget_bytes, budget.host_budget_bytes) == (100 * MIB, 48 * MIB)
     made.tick(10.0, 0)
     made.tick(10.0 + IDLE_S, 0)
+    assert obey(made, 50) == [50]
     assert heard(made)[-1] == ("gives_back", 50)
 
 

@@ -314,7 +314,7 @@ class _Device:
     def stats(self) -> Any:
         return SimpleNamespace(used_bytes=0, floor_bytes=10)
 
-    def set_budget(self, vram_bytes: int) -> None:
+    def set_budget(self, vram_bytes: int, *, known_generation: int | None) -> None:
         pass
 
 
@@ -397,7 +397,7 @@ class StandIn:
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(floor_bytes=0, used_bytes=0)
 
-    def set_budget(self, n_bytes: int, timeout_s: float) -> None:
+    def set_budget(self, n_bytes: int, timeout_s: float, known_generation: int | None) -> None:
         pass
 
     def used(self) -> int:

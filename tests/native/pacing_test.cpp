@@ -278,6 +278,32 @@ LINUX_TEST(a_wait_that_is_cut_short_is_no_start_and_counts) {
     CHECK(!timed && pacing.figures().waited_s >= 4 * 0.0005);
 }
 
+LINUX_TEST(the_figures_in_the_frame_block_are_those_of_now) {
+    HostBlock host;
+    Pacing pacing;
+    std::string why;
+    CHECK(pacing.open(host.path().c_str(), why));
+    Inner inner(pacing);
+    Ledger ledger(inner, {});
+    BudgetRequests requests(pacing);
+    requests.serve(ledger, [&](uint64_t bytes) { ledger.set_budget(bytes); });
+    const auto set = [&](uint64_t bytes, uint64_t known) {
+        requests.ask(bytes, known);
+        requests.apply();
+        return requests.answer_frame_block();
+    };
+    CHECK(set(5000, UINT64_MAX) == 0 && host.block->budget_bytes.load() == 5000);
+    CHECK(host.block->applied_generation.load() == 0);
+    CHECK(set(kNoLimit, UINT64_MAX) == 0 && host.block->budget_bytes.load() == 0); // no limit
+    // A budget of the frame block stays in force if the sidecar sets one of its own that it asked for before.
+    host.ask(7, 3000);
+    CHECK(set(9000, 6) == 7 && host.block->budget_bytes.load() == 3000);
+    CHECK(host.block->applied_generation.load() == 7);
+    CHECK(set(9000, 7) == 7 && host.block->budget_bytes.load() == 9000);
+    host.ask(8, 3000);
+    CHECK(set(4000, UINT64_MAX) == 7 && requests.requested() == 4000); // the host's last word: a message
+}
+
 #endif
 
 } // namespace

@@ -12,6 +12,7 @@ what hosts can rely on.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from frameshard.wire import states
 from frameshard.wire.connection import ServerConnection
 from frameshard.wire.states import Do
 
+logger = logging.getLogger("frameshard.broker")
+
 MAX_PENDING = 64
 """The most changes that may wait for an answer. So many finished changes are kept too, to repeat their answers."""
 
@@ -46,6 +49,8 @@ LOW_BYTES = 128 << 20
 ENOUGH_BYTES = 256 << 20
 PRESSURE_EVERY_S = 1.0
 OWN_TIMEOUT_S = 5.0
+OWN_RETRY_S = 5.0
+"""So long after a refusal the sidecar makes no change of that kind on its own."""
 
 _WORDS: dict[states.Lease, m.LeaseState] = {
     states.Lease.ACTIVE: "active",
@@ -112,6 +117,43 @@ class HostFigures:
     free_bytes: int | None = None
 
 
+@dataclass
+class _OwnChange:
+    """A change that the sidecar makes on its own, and the notice of it."""
+
+    number: int
+    bound_bytes: int
+    kind: m.NoticeKind
+    detail: str
+    before: tuple[int, int]
+    """The own limits before; a refusal restores them."""
+    told: bool = False
+    """The host has got the notice."""
+
+
+@dataclass
+class _Own:
+    """What the sidecar does on its own."""
+
+    idle_since: float | None = None
+    idle_bytes: int = 0
+    """The limit while there are no jobs; 0 for none."""
+    pressed_bytes: int = 0
+    """The limit after too little of the device was free; 0 for none."""
+    idle_at: float = 0.0
+    """The limit for the time without jobs is not changed before."""
+    pressure_at: float = 0.0
+    """The limit for a full device is not changed before."""
+    asked: _OwnChange | None = None
+    """The last change, while it is not answered or late."""
+    refusal: str = ""
+    """Why the last change was refused, as it was logged."""
+
+    def forget(self) -> None:
+        """A budget of the host replaces all limits."""
+        self.idle_bytes, self.pressed_bytes, self.idle_since, self.asked = 0, 0, None, None
+
+
 class Lease:
     """The lease of one sidecar.
 
@@ -151,13 +193,10 @@ class Lease:
         self._announced: m.LeaseState = "active"
         self._keep_bytes = 0
         """The host's floor: the VRAM that a sidecar without jobs may keep; 0 for all."""
-        self._idle_since: float | None = None
-        self._idle_bytes = 0
-        """The sidecar's own limit while there are no jobs; 0 for none."""
-        self._pressed_bytes = 0
-        """The sidecar's own limit after too little of the device was free; 0 for none."""
+        self._own = _Own()
+        self._frame_generation = 0
+        """The `budget_generation` of the last budget in the frame block that came into force."""
         self._wants_at = 0.0
-        self._pressure_at = 0.0
         self._actions: dict[Do, Callable[[_Change | None, float], None]] = {
             Do.GRANT: self._grant_now,
             Do.TELL: self._tell,
@@ -262,16 +301,18 @@ class Lease:
             self._wants_at = now + WANTS_EVERY_S
             wanted = self.full_bytes if self.state == "active" else self.budget_bytes or self.full_bytes
             self._notify("wants", wanted, detail=f"{jobs} jobs are open")
+        own = self._own
         if jobs:
-            self._idle_since = None
-            if self._idle_bytes and not self._busy():
+            own.idle_since = None
+            if own.idle_bytes and now >= own.idle_at and not self._busy():
                 self._step("jobs", now)
-        elif self._idle_since is None:
-            self._idle_since = now
+        elif own.idle_since is None:
+            own.idle_since = now
         elif (
             self._keep_bytes
-            and not self._idle_bytes
-            and now - self._idle_since >= IDLE_S
+            and not own.idle_bytes
+            and now - own.idle_since >= IDLE_S
+            and now >= own.idle_at
             and not self._busy()
             and self.used_bytes > max(self._keep_bytes, self.floor_bytes)
         ):
@@ -298,34 +339,81 @@ class Lease:
     def _bound(self) -> int:
         """The budget for the engine: the host's budget or one of the sidecar's own limits, whichever is smallest; 0 for
         no limit."""
-        idle_bytes = max(self._idle_bytes, self.floor_bytes) if self._idle_bytes else 0
-        return min((bound for bound in (self.budget_bytes, self._pressed_bytes, idle_bytes) if bound), default=0)
+        own = self._own
+        idle_bytes = max(own.idle_bytes, self.floor_bytes) if own.idle_bytes else 0
+        return min((bound for bound in (self.budget_bytes, own.pressed_bytes, idle_bytes) if bound), default=0)
 
     def _give_back(self, _change: _Change | None, _now: float) -> None:
-        self._idle_bytes = self._keep_bytes
-        self._ask_own("gives_back", "there are no jobs")
+        before = self._own_limits()
+        self._own.idle_bytes = self._keep_bytes
+        self._wants_at = 0.0  # what was wanted before the idle time is out of date
+        self._ask_own("gives_back", "there are no jobs", before)
 
     def _take_again(self, _change: _Change | None, _now: float) -> None:
-        self._idle_bytes = 0
-        self._ask_own("gives_back", "a job takes up the lease")
+        before = self._own_limits()
+        self._own.idle_bytes = 0
+        self._ask_own("gives_back", "a job takes up the lease", before)
 
     def _shrink(self, _change: _Change | None, now: float) -> None:
         assert self.free_bytes is not None
-        self._pressure_at = now + PRESSURE_EVERY_S
-        self._pressed_bytes = self._pressure_bound()
-        self._ask_own("pressure", f"{self.free_bytes >> 20} MiB of the device are free")
+        before = self._own_limits()
+        self._own.pressure_at = now + PRESSURE_EVERY_S
+        self._own.pressed_bytes = self._pressure_bound()
+        self._ask_own("pressure", f"{self.free_bytes >> 20} MiB of the device are free", before)
+
+    def _own_limits(self) -> tuple[int, int]:
+        return self._own.idle_bytes, self._own.pressed_bytes
 
     def _pressure_bound(self) -> int:
         """The budget that leaves `ENOUGH_BYTES` free on the device."""
         return max(self.floor_bytes, self.used_bytes - (ENOUGH_BYTES - (self.free_bytes or 0)))
 
-    def _ask_own(self, kind: m.NoticeKind, detail: str) -> None:
+    def _ask_own(self, kind: m.NoticeKind, detail: str, before: tuple[int, int]) -> None:
+        """Tells the engine the present bound. A growth is announced at once, because the host must expect it from now
+        on; memory is promised when it is free."""
         self._numbers += 1
         bound = self._bound()
         self.commands.append(
-            em.SetBudget(self._numbers, bound, OWN_TIMEOUT_S, host_budget_bytes=self.host.budget_bytes)
+            em.SetBudget(
+                self._numbers,
+                bound,
+                OWN_TIMEOUT_S,
+                host_budget_bytes=self.host.budget_bytes,
+                known_generation=self._frame_generation,
+            )
         )
-        self._notify(kind, bound or self.full_bytes, detail=detail)
+        self._own.asked = _OwnChange(self._numbers, bound, kind, detail, before)
+        if bound == 0 or bound >= self.used_bytes:
+            self._promise()
+
+    def _own_event(self, event: em.BudgetReleased | em.BudgetRefused, asked: _OwnChange, now: float) -> None:
+        """Takes the answer to the last change that the sidecar has made on its own."""
+        own = self._own
+        if isinstance(event, em.BudgetReleased):
+            own.refusal = ""
+            if 0 < event.vram_budget_bytes <= asked.bound_bytes:  # else the frame block has had a larger one meanwhile
+                self._promise()
+            own.asked = None
+            return
+        error = event.error.exception()
+        if isinstance(error, DeadlineMissed):
+            return  # it stays in force: the promise is made when the figures say so
+        own.asked = None
+        own.idle_bytes, own.pressed_bytes = asked.before
+        if asked.kind == "pressure":
+            own.pressure_at = now + OWN_RETRY_S
+        else:
+            own.idle_at = now + OWN_RETRY_S
+        if str(error) != own.refusal:
+            own.refusal = str(error)
+            logger.warning("the sidecar cannot change its use of VRAM on its own (%s): %s", asked.detail, error)
+
+    def _promise(self) -> None:
+        """Tells the host what is held at most from now on, once."""
+        asked = self._own.asked
+        if asked is not None and not asked.told:
+            asked.told = True
+            self._notify(asked.kind, asked.bound_bytes or self.full_bytes, detail=asked.detail)
 
     def _notify(self, kind: m.NoticeKind, n_bytes: int, seconds: float = 0.0, detail: str = "") -> None:
         self.notices.append(m.Notice(self._epoch, kind, n_bytes, seconds, detail))
@@ -348,7 +436,7 @@ class Lease:
     def engine_ready(self, floor_bytes: int, full_bytes: int, budget_bytes: int, now: float) -> None:
         """An engine is ready and runs with `budget_bytes`."""
         self.floor_bytes, self.full_bytes = floor_bytes, full_bytes
-        if not self._idle_bytes and not self._pressed_bytes:
+        if self._own_limits() == (0, 0):
             self.budget_bytes = budget_bytes
         self._step("ready", now)
 
@@ -376,15 +464,18 @@ class Lease:
         if isinstance(event, em.HostPressure):
             self.notices.append(m.Notice(self._epoch, "host_pressure", 0, 0.0, event.why, event.limit_bytes))
             return
-        change = self._changes.get(event.seq)
+        change, own = self._changes.get(event.seq), self._own.asked
         if isinstance(event, em.BudgetReleased):
             self.used_bytes, self.host.used_bytes = event.used_bytes, event.host_used_bytes
             if change is not None or event.seq == 0:  # 0: the budget came through the frame block
                 self.budget_bytes, self.host.budget_bytes = event.vram_budget_bytes, event.host_budget_bytes
-                self._idle_bytes, self._pressed_bytes, self._idle_since = 0, 0, None
+                self._own.forget()
+                self._frame_generation = event.generation or self._frame_generation
         elif isinstance(event, em.BudgetLate):
             self._notify("late", event.vram_budget_bytes, event.seconds, "the release lags behind")
         if change is None:
+            if own is not None and own.number == event.seq and isinstance(event, em.BudgetReleased | em.BudgetRefused):
+                self._own_event(event, own, now)
             return
         if isinstance(event, em.BudgetGranted):
             self._grant(change, event.seconds, event.vram_budget_bytes)
@@ -413,7 +504,9 @@ class Lease:
         if event.excess_bytes:
             detail = f"the driver counts {event.excess_bytes >> 20} MiB more than the lease"
             self._notify("pressure", self._bound(), detail=detail)
-        if self.free_bytes is None or self.free_bytes >= LOW_BYTES or now < self._pressure_at or self._busy():
+        if self._own.asked is not None and self.used_bytes <= self._own.asked.bound_bytes:
+            self._promise()  # its release was late
+        if self.free_bytes is None or self.free_bytes >= LOW_BYTES or now < self._own.pressure_at or self._busy():
             return
         if self._pressure_bound() < self.used_bytes:
             self._step("pressure", now)
@@ -513,4 +606,5 @@ class Lease:
     def _announce(self, state: m.LeaseState, seconds: float) -> None:
         if state != self._announced:
             self._announced = state
+            self._wants_at = 0.0  # what was wanted in the state before is out of date
             self._notify("state", self.budget_bytes or self.full_bytes, seconds, state)

@@ -58,8 +58,8 @@ class Budgets:
         self._asked: collections.deque[em.SetBudget] = collections.deque()
         self._awake = threading.Event()
         """Set when the budget thread has something new to look at."""
-        self._known_bytes = 0
-        """The last budget that was reported to the broker."""
+        self._known_generation = 0
+        """The last budget in the frame block that was reported to the broker."""
         self._park_done = threading.Event()
         """Set once the main thread has made the last change of :attr:`parked`."""
         self._park_done.set()
@@ -81,7 +81,6 @@ class Budgets:
         :param host: the host memory of the processes.
         """
         self._host = host
-        self._known_bytes = runtime.vram_budget_bytes
         standing_bytes, since = -1, time.monotonic()
         observe_at = time.monotonic() + OBSERVE_EVERY_S
         while True:
@@ -110,17 +109,17 @@ class Budgets:
 
     def _read_frame_block(self, runtime: Runtime) -> None:
         """Reads the budget in the frame block. Reports it to the broker if it is new, also if the device has already
-        taken it during a graph."""
+        taken it during a graph, or if it is as large as the one before: that may have been a limit of the sidecar."""
         assert runtime.device is not None
-        runtime.device.poll_frame_block()
-        if runtime.vram_budget_bytes == self._known_bytes:
+        generation = runtime.device.poll_frame_block()
+        if generation <= self._known_generation:
             return
-        self._known_bytes = runtime.vram_budget_bytes
+        self._known_generation = generation
         self._replan()
         with contextlib.suppress(BrokerGone):
-            self._send_released(runtime, 0, 0.0)
+            self._send_released(runtime, 0, 0.0, generation)
 
-    def _send_released(self, runtime: Runtime, seq: int, seconds: float) -> None:
+    def _send_released(self, runtime: Runtime, seq: int, seconds: float, generation: int = 0) -> None:
         self._link.send_made(
             lambda: em.BudgetReleased(
                 seq,
@@ -129,6 +128,7 @@ class Budgets:
                 seconds,
                 self._host.budget_bytes,
                 self._host.parts().used_bytes,
+                generation,
             )
         )
 
@@ -151,7 +151,6 @@ class Budgets:
             why = internal(logger, "a change of the budget", error)
             self._link.send(em.BudgetRefused(command.seq, m.ErrorInfo.of(why)))
             return
-        self._known_bytes = runtime.vram_budget_bytes
         used = _used_bytes(runtime)
         self._send_released(runtime, command.seq, time.monotonic() - started)
         measures = host_changed and not self._asked  # the next change must not wait
@@ -244,7 +243,7 @@ class Budgets:
             warning.start()
         try:
             with runtime.floor_lock:
-                device.set_budget(wanted, patience_s)
+                device.set_budget(wanted, patience_s, command.known_generation)
         finally:
             warning.cancel()
             self._replan()
@@ -271,7 +270,7 @@ class Budgets:
                 self.parked = self.parked or park
                 if device is not None:
                     with runtime.floor_lock:  # while parked, this limits the memory that unparking takes again
-                        device.set_budget(command.vram_budget_bytes)
+                        device.set_budget(command.vram_budget_bytes, known_generation=command.known_generation)
                 if self.parked and not park:
                     runtime.unpark()
                     self.parked = False

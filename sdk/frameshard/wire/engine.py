@@ -110,6 +110,9 @@ class SetBudget:
     parked: bool = False
     host_budget_bytes: Bytes = 0
     """The limit for the host memory of all processes; 0: none."""
+    known_generation: Count | None = None
+    """For a change that the sidecar makes on its own: the last budget in the frame block of which the broker knows. A
+    later one stays in force. None for a host's change."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +365,7 @@ class BudgetLate:
 @dataclass(frozen=True)
 class BudgetReleased:
     """The second answer to :class:`SetBudget`: the budget in force, and the bytes that the ledger counts. With ``seq``
-    0 it reports a budget that the host has written into the frame block."""
+    0 it reports a budget that the host has written into the frame block, the ``generation`` of that one."""
 
     seq: Count
     vram_budget_bytes: Bytes
@@ -370,6 +373,7 @@ class BudgetReleased:
     seconds: Seconds
     host_budget_bytes: Bytes = 0
     host_used_bytes: Bytes = 0
+    generation: Count = 0
 
 
 @dataclass(frozen=True)
