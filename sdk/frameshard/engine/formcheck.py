@@ -28,11 +28,15 @@ CPU_S = 0.5
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 # Turns off forced text. llguidance would have to tokenise it with the model's tokenizer, and some tokenizers change the
-# bytes of a text.
-_HEAD = '%llguidance {"no_forcing": true}\n'
+# bytes of a text. It stands behind the grammar, so that the lines in errors are those of the client's text.
+_OPTIONS_LINE = '\n%llguidance {"no_forcing": true}\n'
 
 _SLASH = re.compile(r"\\.|/", re.DOTALL)  # finds a slash, and skips characters that are already escaped
 _OPTIONS = re.compile(r"^\s*%llguidance", re.MULTILINE)
+
+_OURS = re.compile(r"(\n *\d+ \| *)*\n *\d+ \| %llguidance .*", re.DOTALL)  # the options in an error
+_PLACE = re.compile(r"\Aat \d+\(\d+\): |\n *\d+ \| .*", re.DOTALL)  # the line and the text of an error in a grammar
+_OF_TOKENS = re.compile(r"at \d+\(\d+\): (unknown special token|Token range)")
 
 _PLACE_S = 0.1  # the limit on the time to find the part of a schema that is wrong
 _MAX_REASON_CHARS = 500
@@ -67,18 +71,19 @@ class Worker:
                 return self._tools(json.loads(text))
             case "regex":
                 escaped = _SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], text)
-                return self._checked(f"start: /{escaped}/")
+                checked = self._checked(f"start: /{escaped}/")
+                return _refused(_PLACE.sub("", checked["reason"])) if "reason" in checked else checked
             case _:
                 return _refused("it sets options of llguidance") if _OPTIONS.search(text) else self._checked(text)
 
     def _checked(self, lark: str) -> dict[str, str]:
-        grammar = _HEAD + lark
+        grammar = lark + _OPTIONS_LINE
         reason = self._refusal(grammar)
         return _refused(reason) if reason else {"grammar": grammar}
 
     def _schema(self, text: str) -> dict[str, str]:
         schema, reason = self._closed_schema(text)
-        return _refused(reason) if reason else {"grammar": _HEAD + "start: %json " + json.dumps(schema)}
+        return _refused(reason) if reason else {"grammar": f"start: %json {json.dumps(schema)}{_OPTIONS_LINE}"}
 
     def _tools(self, spec: Mapping[str, Any]) -> dict[str, str]:
         schemas: list[Schema] = []
@@ -88,8 +93,10 @@ class Worker:
                 return _refused(f"the schema of {name!r}: {reason}")
             schemas.append(schema)
         # The tokens of this process are bytes, so marks are checked as texts.
-        refusal = self._refusal(_HEAD + _Calls(spec, schemas, mark_tokens=False).lark())
-        return _refused(refusal) if refusal else {"grammar": _HEAD + _Calls(spec, schemas, mark_tokens=True).lark()}
+        refusal = self._refusal(_Calls(spec, schemas, mark_tokens=False).lark() + _OPTIONS_LINE)
+        if refusal:
+            return _refused(refusal)
+        return {"grammar": _Calls(spec, schemas, mark_tokens=True).lark() + _OPTIONS_LINE}
 
     def _closed_schema(self, text: str) -> tuple[Schema, str]:
         """Returns the schema of a text as llguidance takes it, and the reason why it cannot be used, or ""."""
@@ -118,7 +125,9 @@ class Worker:
             matcher.compute_bitmask()
         if not matcher.is_error():
             return ""
-        error = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        error = _OURS.sub("", matcher.get_error().removesuffix("<non-verbose/>")).strip()
+        if _OF_TOKENS.match(error):  # of this process, which are not the model's
+            return "a grammar describes text: it cannot name tokens, such as <|im_end|> or <[2]>"
         if error.startswith("NoExtension"):
             return "nothing fits it"
         return _ONE_OF if error.startswith("oneOf constraints") else error
