@@ -338,6 +338,48 @@ class _Host:
         if lower:
             raise DeadlineMissed("not yet")
 
+    def follow_vram(self) -> None:
+        pass
+
+    def parts(self) -> Any:
+        return SimpleNamespace(used_bytes=0)
+
+
+def test_vram_that_could_not_be_taken_in_time_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host was told that the change stays in force. Other programs hold the VRAM for a while."""
+    monkeypatch.setattr(budgets, "UNPARK_EVERY_S", 0.01)
+    sent: list[Any] = []
+    link: Any = SimpleNamespace(send=sent.append, send_made=lambda make: sent.append(make()))
+    attempts: list[int] = []
+    main: list[Any] = []
+
+    def unpark() -> None:
+        attempts.append(len(attempts))
+        if len(attempts) < 4:
+            raise OutOfMemory("other programs hold it")
+
+    runtime: Any = SimpleNamespace(
+        device=_Device(), floor_lock=threading.Lock(), unpark=unpark, observer=None, vram_budget_bytes=50
+    )
+    served = Budgets(link, lambda change: change() if main else main.append(change), lambda: None)
+    served.parked = True
+    host: Any = _Host(0)
+    threading.Thread(target=served.serve, args=(runtime, host), daemon=True).start()
+    served.ask(em.SetBudget(1, 50, 0.01))
+    until(lambda: bool(sent) and isinstance(sent[-1], em.BudgetRefused))
+    assert (sent[-1].error.name, sent[-1].error.message) == (
+        "deadline_missed",
+        "VRAM is not taken again yet; it stays in force",
+    )
+    time.sleep(0.05)
+    assert attempts == []  # the first one has not failed yet
+    main[0]()
+    served.ask(em.SetBudget(2, 50, 60.0))  # a change that is refused at once does not end the attempts
+    until(lambda: not served.parked)
+    assert len(attempts) == 4
+    time.sleep(0.05)
+    assert len(attempts) == 4
+
 
 def test_a_change_that_is_refused_changes_neither_budget() -> None:
     """The host budget grows first, and the engine cannot be unparked then."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +32,9 @@ FRAME_BLOCK_S = 0.004
 OBSERVE_EVERY_S = 2.0
 PARTIAL_S = 60.0
 """The longest wait for a release, in seconds, if the grant has told the host that it will be late."""
+
+UNPARK_EVERY_S = 1.0
+"""Seconds between two attempts to take VRAM again, if the first one was late and has failed."""
 
 OBSERVED_POLL_S = 0.02  # polled, because NVML has no event for a change
 
@@ -60,6 +65,10 @@ class Budgets:
         """Set when the budget thread has something new to look at."""
         self._known_generation = 0
         """The last budget in the frame block that was reported to the broker."""
+        self._wish: em.SetBudget | None = None
+        """A change to active that was not done in time. While the engine is parked it is made again."""
+        self._why_parked = ""
+        """Why the last attempt has failed, as it was logged."""
         self._park_done = threading.Event()
         """Set once the main thread has made the last change of :attr:`parked`."""
         self._park_done.set()
@@ -84,10 +93,15 @@ class Budgets:
         standing_bytes, since = -1, time.monotonic()
         observe_at = time.monotonic() + OBSERVE_EVERY_S
         while True:
-            self._rest(runtime, observe_at)
+            unpark_at = self._unpark_at()
+            self._rest(runtime, min(observe_at, unpark_at))
             if self._asked:
                 with contextlib.suppress(BrokerGone):  # the reader thread notices this, too, and ends the process
                     self._carry_out(runtime, self._asked.popleft())
+                continue
+            if time.monotonic() >= unpark_at:
+                self._unpark_again(runtime)
+            if time.monotonic() < observe_at:
                 continue
             observe_at = time.monotonic() + OBSERVE_EVERY_S
             if runtime.observer is None:
@@ -118,6 +132,21 @@ class Budgets:
         self._replan()
         with contextlib.suppress(BrokerGone):
             self._send_released(runtime, 0, 0.0, generation)
+
+    def _unpark_at(self) -> float:
+        """When VRAM is to be taken again, because the last attempt was late and has failed."""
+        waits = self._wish is not None and self.parked and self._park_done.is_set()
+        return time.monotonic() + UNPARK_EVERY_S if waits else math.inf
+
+    def _unpark_again(self, runtime: Runtime) -> None:
+        assert self._wish is not None
+        try:
+            self._set_parked(runtime, self._wish, time.monotonic() + UNPARK_EVERY_S)
+            self._host.follow_vram()
+        except FrameshardError as error:
+            if str(error) != self._why_parked:
+                self._why_parked = str(error)
+                logger.warning("VRAM cannot be taken again yet, so all jobs wait: %s", error)
 
     def _send_released(self, runtime: Runtime, seq: int, seconds: float, generation: int = 0) -> None:
         self._link.send_made(
@@ -151,6 +180,7 @@ class Budgets:
             why = internal(logger, "a change of the budget", error)
             self._link.send(em.BudgetRefused(command.seq, m.ErrorInfo.of(why)))
             return
+        self._wish = None
         used = _used_bytes(runtime)
         self._send_released(runtime, command.seq, time.monotonic() - started)
         measures = host_changed and not self._asked  # the next change must not wait
@@ -254,7 +284,8 @@ class Budgets:
     def _set_parked(self, runtime: Runtime, command: em.SetBudget, deadline: float) -> None:
         """Parks or unparks in the main thread, which also sets the budget, so that late changes keep their order.
 
-        :raises DeadlineMissed: a running decode has not ended in time. The change is made when it ends.
+        :raises DeadlineMissed: a running decode has not ended in time, or VRAM could not be taken in time. The change
+            is made later: to take VRAM is tried until it works or another change is asked for.
         :raises OutOfMemory: host memory has no room for the KV cache, or the device none to unpark. The engine stays
             parked or active as it was. An active one has the VRAM budget of before.
         """
@@ -287,7 +318,10 @@ class Budgets:
                 device.set_budget(device.stats().floor_bytes, _seconds_to(deadline))
         self._on_main(change)
         if not done.wait(_seconds_to(deadline)):
-            raise DeadlineMissed("a decode is still running; it stays in force")
+            known = self._known_generation if command.known_generation is None else command.known_generation
+            self._wish = None if park else dataclasses.replace(command, known_generation=known)
+            why = "a decode is still running" if park else "VRAM is not taken again yet"
+            raise DeadlineMissed(f"{why}; it stays in force")
         if failure:
             if park and not self.parked and device is not None:
                 with runtime.floor_lock:
