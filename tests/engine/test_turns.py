@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from batcher_driver import N_WORDS, Talk, tale, talk
 
+from frameshard.engine import batch
 from frameshard.engine.batch import TURN_DECODES
+from frameshard.engine.llama import VramTaken
 from frameshard.plan.adapter import read_adapter
 from frameshard.wire import engine as em
 from frameshard.wire.messages import Adapter
@@ -50,6 +52,38 @@ def test_sets_of_adapters_take_turns(tiny_model: Callable[[str], Path], tmp_path
         resolve = one.runtime.adapters.resolve
         a, b = sets[1] + sets[2]
         assert resolve((b, a)) == resolve((a, b)) != resolve((a,)) == resolve((a, Adapter("b", 0.0)))
+
+
+def test_each_job_waits_for_vram_by_itself(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes when others have waited long does not fail with its first decode."""
+    monkeypatch.setattr(batch, "TAKEN_S", 0.1)
+    monkeypatch.setattr(batch, "TAKEN_PAUSE_S", 0.01)
+    with talk(tiny_model("llama"), n_parallel=2) as one:
+        n_decodes = 0
+
+        def taken(*_: object, **__: object) -> list[int]:
+            nonlocal n_decodes
+            n_decodes += 1
+            raise VramTaken("other programs hold it")
+
+        decode = one.runtime.decode
+        monkeypatch.setattr(one.runtime, "decode", taken)
+        for _ in range(2):
+            n_decodes = 0
+            job = one.start("Once upon")
+            last = one.events()[-1]
+            assert isinstance(last, em.Failed)
+            assert (last.job, last.error.name, n_decodes > 1) == (job, "out_of_memory", True)
+        # Of two jobs that decode together the one that has waited too long ends.
+        monkeypatch.setattr(one.runtime, "decode", decode)
+        jobs = [one.start("Once upon", n_answer=30) for _ in range(2)]
+        until_token(one, jobs[1])
+        monkeypatch.setattr(one.runtime, "decode", taken)
+        one.batcher._taken_since[jobs[0]] = 0.0
+        events = one.batcher.step()
+        assert [(event.job, type(event)) for event in events] == [(jobs[0], em.Failed)]
+        monkeypatch.setattr(one.runtime, "decode", decode)
+        assert isinstance(one.events()[-1], em.Done)
 
 
 def test_jobs_wait_while_a_more_urgent_one_reads_its_prompt(tiny_model: Callable[[str], Path]) -> None:

@@ -78,7 +78,7 @@ TURN_DECODES = 8
 
 RATE_WINDOW_S = 2.0
 TAKEN_S = 3.0
-"""For how many seconds a decode is repeated if other programs leave too little VRAM for it. Then its jobs fail."""
+"""For how many seconds the decodes of a job are repeated if other programs leave too little VRAM. Then it fails."""
 
 TAKEN_PAUSE_S = 0.1
 """The pause before such a decode is repeated."""
@@ -118,7 +118,7 @@ class Batcher:
         self._drafted = self._accepted = 0
         self._model_drafted = self._model_accepted = 0
         self._costs = StepCosts(runtime)
-        self._taken_since: float | None = None  # since when other programs leave too little VRAM
+        self._taken_since: dict[int, float] = {}  # by job: since when other programs leave too little VRAM for it
         self.chunk = runtime.n_ubatch
         """The most prompt tokens in one chunk. In stream-only mode a change applies to jobs that start afterwards."""
 
@@ -231,6 +231,7 @@ class Batcher:
         batch: list[tuple[Job, list[int]]] = []
         outputs: list[int] = []
         failure: DecodeAborted | FrameshardError | None = None
+        again: Sequence[Job] = ()  # the jobs that decode the same again
         encoded = False
         try:
             if picture is not None:
@@ -244,7 +245,7 @@ class Batcher:
         except (DecodeAborted, ContextOverflow, BudgetBelowFloor) as error:
             failure = error
         except VramTaken as error:
-            failure = self._without_vram(error)
+            failure, again = error, self._patient(jobs)
         except (BadArgument, OutOfMemory) as error:
             if isinstance(error, OutOfMemory) and self._runtime.aborted:
                 failure = DecodeAborted()  # whether a smaller step has room shows when it runs again
@@ -253,10 +254,11 @@ class Batcher:
             else:
                 failure = error
         self._in_flight.end()
-        if failure is None:
-            self._taken_since = None
+        again = jobs if isinstance(failure, DecodeAborted) else again
         for job in jobs:
-            job.gave_way = isinstance(failure, DecodeAborted)
+            job.gave_way = job in again
+            if failure is None:
+                self._taken_since.pop(job.id, None)
         if failure is not None:
             for job in jobs:
                 slot = job_slot(job)
@@ -264,7 +266,7 @@ class Batcher:
                     self._begin_again(job, slot)
                 # After an abort a job decodes the same again, or is about to be cancelled. A prompt goes on in steps
                 # that fit the budget.
-                if isinstance(failure, FrameshardError):
+                if isinstance(failure, FrameshardError) and job not in again:
                     events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(failure))))
             return events
         if encoded:
@@ -281,14 +283,14 @@ class Batcher:
             return events
         return events + self._emit_all(batch, outputs, now)
 
-    def _without_vram(self, error: VramTaken) -> DecodeAborted | VramTaken:
-        """The outcome of a decode for which other programs leave too little VRAM: it runs again, or has failed."""
+    def _patient(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        """The jobs that run again after a decode for which other programs leave too little VRAM. The others have waited
+        too long. If there are none of these, pauses a little."""
         now = time.monotonic()
-        self._taken_since = now if self._taken_since is None else self._taken_since
-        if now - self._taken_since > TAKEN_S:
-            return error
-        time.sleep(TAKEN_PAUSE_S)
-        return DecodeAborted()
+        patient = [job for job in jobs if now - self._taken_since.setdefault(job.id, now) <= TAKEN_S]
+        if len(patient) == len(jobs):
+            time.sleep(TAKEN_PAUSE_S)
+        return patient
 
     def _emit_all(
         self, batch: Sequence[tuple[Job, list[int]]], outputs: Sequence[int], now: float
@@ -741,6 +743,7 @@ class Batcher:
             self._rate.popleft()
 
     def _end(self, job: Job, event: em.JobEvent) -> em.JobEvent:
+        self._taken_since.pop(job.id, None)
         if job.sampler is not None:
             job.sampler.close()
         if job.slot is not None:
