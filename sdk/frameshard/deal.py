@@ -186,7 +186,9 @@ class Deal:
 
     def _heed(self, notice: Notice) -> None:
         if notice.kind == "wants":
-            self._wanted_bytes = notice.vram_budget_bytes
+            # A parked sidecar wants its budget back, which was the floor: that says nothing about more.
+            if self.arbiter.budget_bytes:
+                self._wanted_bytes = notice.vram_budget_bytes
         elif notice.kind == "gives_back":
             # It has taken up its whole budget again if it says no less than that.
             less = notice.vram_budget_bytes < self.arbiter.budget_bytes

@@ -201,6 +201,7 @@ async def test_the_grant_can_be_what_is_free(model_path: Path) -> None:
 @in_trio
 async def test_a_sidecar_can_be_parked_by_the_demand() -> None:
     async with launch(vram_budget_mb=64, engine=fake_engine(delay_s=0.01, endless=True)) as client:
+        notices = client.notices()
         deal = await frameshard.Deal.begin(client, grant_bytes=100 * MIB, dwell_s=0.1, may_park=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(deal.run)
@@ -209,7 +210,15 @@ async def test_a_sidecar_can_be_parked_by_the_demand() -> None:
             async with client.complete("a b c", sampling=sampling) as stream:
                 pool.wants_bytes = 95 * MIB
                 await pool.until(lambda: not deal.arbiter.budget_bytes and pool.held_bytes == 100 * MIB)
-                assert (await client.budget()).state == "parked"
+                parked = await client.budget()
+                assert parked.state == "parked"
+                # It wants its budget back. That says nothing about what it can use once it is active.
+                async for notice in notices:
+                    if notice.kind == "wants" and notice.vram_budget_bytes == parked.vram_budget_bytes:
+                        break
+                heard_at = time.monotonic()
+                await pool.until(lambda: time.monotonic() > heard_at + 0.2)
+                assert deal._wanted_bytes != parked.vram_budget_bytes
                 pool.wants_bytes = 10 * MIB
                 await pool.until(lambda: deal.arbiter.budget_bytes >= 16 * MIB)
                 async for _ in stream:
