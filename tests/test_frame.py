@@ -81,6 +81,16 @@ def test_a_pause_is_not_a_frame(page: Path) -> None:
         assert read(page, "frame_time_ns") == drawn_ns > 0
 
 
+def test_the_time_without_a_writer_is_not_a_frame(page: Path) -> None:
+    with frame.FrameBlock(page) as first:
+        first.begin()
+    with frame.FrameBlock(page) as second:
+        second.begin()
+        assert read(page, "frame_time_ns") == 0
+        second.begin()
+        assert read(page, "frame_time_ns") > 0
+
+
 def test_a_writer_that_died_in_a_write_does_not_turn_the_sequence_round(page: Path) -> None:
     """Readers wait while the sequence is odd."""
     with open(page, "r+b") as file:

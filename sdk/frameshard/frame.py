@@ -84,9 +84,10 @@ class FrameBlock:
             self._page.close()
             raise BadArgument(f"{os.fspath(path)} is no frame block of version {VERSION}")
         self._sequence = struct.unpack_from("<I", self._page, _SEQUENCE_AT)[0] & ~1
-        self._frame, self._start, _, self._time, self._busy, self._generation, self._budget = _HOST.unpack_from(
+        self._frame, _, _, self._time, self._busy, self._generation, self._budget = _HOST.unpack_from(
             self._page, _HOST_AT
         )
+        self._start = 0  # the time since an earlier writer's last frame is not a frame
         self._flags = 0
 
     def __enter__(self) -> FrameBlock:
@@ -118,7 +119,8 @@ class FrameBlock:
         self._write()
 
     def end(self, *, gpu_busy_ms: float) -> None:
-        """Reports how long the frame has kept the GPU busy. The sidecar expects the same of the next frames.
+        """Reports how long the frame has kept the GPU busy. The sidecar expects the same of the next frames: it reads
+        the value after the next :meth:`begin`.
 
         :param gpu_busy_ms: milliseconds, from 0 to 10,000.
         :raises BadArgument: it is out of range.

@@ -804,7 +804,8 @@ typedef struct fs_frame_block fs_frame_block;
  * *block and must close it with fs_frame_block_close; on failure *block is NULL. [any thread] */
 FS_API fs_status fs_frame_block_open(const char *path, double target_frame_s, fs_frame_block **block);
 
-/* Unmaps and frees the block. The sidecar ignores its frames 0.1 s later. `block` may be NULL. [block] */
+/* Unmaps and frees the block. The sidecar ignores its last frame when four frames and 0.1 s have passed. `block` may be
+ * NULL. [block] */
 FS_API void fs_frame_block_close(fs_frame_block *block);
 
 /* Call it at the start of each frame. The time since the previous call is the time of the previous frame. [block] */
