@@ -91,6 +91,24 @@ def test_the_time_without_a_writer_is_not_a_frame(page: Path) -> None:
         assert read(page, "frame_time_ns") > 0
 
 
+def test_a_sidecar_without_vram_grants_each_budget(page: Path) -> None:
+    sidecar = frame.Unlimited(str(page))
+    sidecar.answer()
+    with frame.FrameBlock(page) as block:
+        assert block.answer == frame.Answer(0, 0, 0, 0, 0)
+        for n_bytes in (7, 0):
+            generation = block.set_budget(n_bytes)
+            sidecar.answer()
+            assert block.answer == frame.Answer(generation, 0, 0, 0, 0)
+        with open(page, "r+b") as file:  # a write has begun
+            file.seek(LAYOUT["sequence"][0])
+            file.write(struct.pack("<I", 5))
+            file.seek(LAYOUT["budget_generation"][0])
+            file.write(struct.pack("<Q", 3))
+        sidecar.answer()
+        assert block.answer.applied_generation == 2
+
+
 def test_a_writer_that_died_in_a_write_does_not_turn_the_sequence_round(page: Path) -> None:
     """Readers wait while the sequence is odd."""
     with open(page, "r+b") as file:

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "ggml": {"cpu"},
     "native": {"ggml"},
     "plan": {"native"},
-    "engine": {"confined", "cpu", "ggml", "native", "plan", "sentences", "text", "wire"},
+    "engine": {"confined", "cpu", "frame", "ggml", "native", "plan", "sentences", "text", "wire"},
     "simulation": {"wire", "client", "frame", "__init__"},
     "cli": {
         "__init__",

@@ -93,6 +93,14 @@ async def test_a_budget_in_the_page_replaces_the_sidecars_own_limit(model_path: 
 
 
 @in_trio
+async def test_a_budget_in_the_page_is_granted_by_a_sidecar_without_vram(model_path: Path) -> None:
+    async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1) as client:
+        block = await client.frame_block()
+        await applied(block, block.set_budget(64 * MIB))
+        assert (block.answer.budget_bytes, block.answer.used_bytes) == (0, 0)
+
+
+@in_trio
 async def test_answers_go_on_beside_frames(model_path: Path) -> None:
     """Each mode is tested with frames that leave GPU time and frames that leave none. Idle frames are used fully."""
     options = {"device": "emulated", "mode": "stream_only", "n_ctx": 512, "n_parallel": 1}

@@ -75,14 +75,7 @@ class FrameBlock:
     def __init__(self, path: str | os.PathLike[str], *, target_frame_ms: float = 1000 / 60) -> None:
         self.path = os.fspath(path)
         self.target_frame_ms = target_frame_ms
-        try:
-            with open(path, "r+b") as file:
-                self._page = mmap.mmap(file.fileno(), PAGE_BYTES)
-        except (OSError, ValueError) as error:
-            raise BadArgument(f"no frame block at {os.fspath(path)}: {error}") from None
-        if struct.unpack_from("<II", self._page) != (MAGIC, VERSION):
-            self._page.close()
-            raise BadArgument(f"{os.fspath(path)} is no frame block of version {VERSION}")
+        self._page = _map(path)
         self._sequence = struct.unpack_from("<I", self._page, _SEQUENCE_AT)[0] & ~1
         self._frame, _, _, self._time, self._busy, self._generation, self._budget = _HOST.unpack_from(
             self._page, _HOST_AT
@@ -166,6 +159,41 @@ class FrameBlock:
         page[_HOST_AT : _HOST_AT + _HOST.size] = host
         self._sequence = (self._sequence + 2) & 0xFFFFFFFF
         struct.pack_into("<I", page, _SEQUENCE_AT, self._sequence)
+
+
+class Unlimited:
+    """The sidecar's side of the frame block at `path`, if it holds no VRAM: each budget is in force at once.
+
+    :raises BadArgument: there is no frame block at `path`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._page = _map(path)
+        self._answered = 0
+
+    def answer(self) -> None:
+        """Answers the budget that the host has written last. Call it every few milliseconds."""
+        before = struct.unpack_from("<I", self._page, _SEQUENCE_AT)
+        *_, generation, _budget = _HOST.unpack_from(self._page, _HOST_AT)
+        written = before[0] % 2 == 0 and before == struct.unpack_from("<I", self._page, _SEQUENCE_AT)
+        if written and generation != self._answered:
+            self._answered = generation
+            struct.pack_into("<Q", self._page, _SIDECAR_AT, generation)
+
+
+def _map(path: str | os.PathLike[str]) -> mmap.mmap:
+    """
+    :raises BadArgument: there is no frame block at `path`.
+    """
+    try:
+        with open(path, "r+b") as file:
+            page = mmap.mmap(file.fileno(), PAGE_BYTES)
+    except (OSError, ValueError) as error:
+        raise BadArgument(f"no frame block at {os.fspath(path)}: {error}") from None
+    if struct.unpack_from("<II", page) != (MAGIC, VERSION):
+        page.close()
+        raise BadArgument(f"{os.fspath(path)} is no frame block of version {VERSION}")
+    return page
 
 
 def _nanoseconds(name: str, ms: float, least: float) -> int:

@@ -20,6 +20,7 @@ from frameshard.engine.hostmemory import HostMemory
 from frameshard.engine.link import BrokerGone, Link
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor, DeadlineMissed, FrameshardError, below_floor, internal
+from frameshard.frame import Unlimited
 from frameshard.native import ShardDevice
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
@@ -63,6 +64,8 @@ class Budgets:
         self._asked: collections.deque[em.SetBudget] = collections.deque()
         self._awake = threading.Event()
         """Set when the budget thread has something new to look at."""
+        self._unlimited: Unlimited | None = None
+        """Answers the budgets in the frame block, if there is no device that reads it."""
         self._known_generation = 0
         """The last budget in the frame block that was reported to the broker."""
         self._wish: em.SetBudget | None = None
@@ -83,6 +86,14 @@ class Budgets:
         """[any thread] Says that the device now reads a frame block. The budget thread reads it from now on, too."""
         self.has_frame_block = True
         self._awake.set()  # else its current wait goes on for up to OBSERVE_EVERY_S
+
+    def answer_frame_block(self, path: str) -> None:
+        """[any thread] Says that there is a frame block, and no device that reads it: the engine holds no VRAM.
+
+        :raises BadArgument: it cannot be opened.
+        """
+        self._unlimited = Unlimited(path)
+        self._awake.set()
 
     def serve(self, runtime: Runtime, host: HostMemory) -> None:
         """[budget thread] Makes the changes one after the other, and follows the frame block. Never returns.
@@ -116,8 +127,11 @@ class Budgets:
         """Waits until a change is queued, or the time ``until``. Follows the frame block meanwhile."""
         while not self._asked and time.monotonic() < until:
             left_s = _seconds_to(until)
-            self._awake.wait(min(FRAME_BLOCK_S, left_s) if self.has_frame_block else left_s)
+            follows = self.has_frame_block or self._unlimited is not None
+            self._awake.wait(min(FRAME_BLOCK_S, left_s) if follows else left_s)
             self._awake.clear()
+            if self._unlimited is not None:
+                self._unlimited.answer()
             if self.has_frame_block:
                 self._read_frame_block(runtime)
 

@@ -457,9 +457,11 @@ class Engine:
         elif isinstance(command, em.SetBudget):
             self._budgets.ask(command)
         elif isinstance(command, em.OpenFrameBlock):
-            if self._runtime is not None and self._runtime.device is not None:  # the CPU is not paced
+            if self._runtime is not None and self._runtime.device is not None:
                 self._runtime.device.open_frame_block(command.path)
                 self._budgets.follow_frame_block()
+            elif self._runtime is not None:  # the CPU is not paced
+                self._budgets.answer_frame_block(command.path)
         elif isinstance(command, em.SetPacing):
             if self._runtime is not None and self._runtime.device is not None:
                 self._runtime.device.set_scheduling_mode(command.scheduling_mode)
