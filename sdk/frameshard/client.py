@@ -24,6 +24,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -1352,7 +1353,10 @@ def _has_ended(info: ConnectInfo) -> bool:
     if kind == "tcp":
         host, _, port = where.rpartition(":")
         address = (host, int(port))
-    with socket.socket(socket.AF_INET if kind == "tcp" else socket.AF_UNIX) as caller:
+    family = socket.AF_INET
+    if sys.platform != "win32" and kind == "ipc":
+        family = socket.AF_UNIX
+    with socket.socket(family) as caller:
         caller.settimeout(ENDED_S)
         try:
             caller.connect(address)

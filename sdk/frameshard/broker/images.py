@@ -144,12 +144,13 @@ def _raised(fd: int) -> int:
 
     :raises OSError: none is free there.
     """
-    if sys.platform == "win32":
+    if sys.platform != "win32":
+        try:
+            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, system.max_files() * 3 // 4)
+        finally:
+            os.close(fd)
+    else:
         return fd
-    try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, system.max_files() * 3 // 4)
-    finally:
-        os.close(fd)
 
 
 def _check_path(index: int, path: str) -> None:
