@@ -887,7 +887,8 @@ SCENARIO(a_budget_that_a_later_one_replaces_is_not_late) {
         while (!d.requests.pending()) {
             std::this_thread::yield();
         }
-        d.requests.ask(s.full);
+        uint64_t full = s.full;
+        d.requests.ask(full, UINT64_MAX);
     }
     first.join();
     CHECK(status == FSD_OK);
