@@ -51,6 +51,10 @@ _STATM = Path("/proc/self/statm")
 OPEN_MAX = 10240
 """The file descriptors that macOS gives a process in any case, also where the limit is infinite."""
 
+MAX_FILES = 1 << 16
+"""More are not used. The kernel's table of a process's descriptors has a place for each number up to the highest one in
+use: with the limits of some containers, GiBs."""
+
 PARENT_CHECK_S = 0.25
 ALONE_CHECK_S = 0.1
 DENIED_S = 2.0  # so long a file may be denied because it is being deleted
@@ -291,13 +295,13 @@ def memory() -> Iterator[Callable[[], int] | None]:
 
 
 def max_files() -> int:
-    """The most file descriptors that this process may have."""
+    """The most file descriptors that this process may have and should use."""
     if sys.platform == "win32":
         return sys.maxsize  # on Windows sockets do not use file descriptors
     import resource
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return OPEN_MAX if most == resource.RLIM_INFINITY else most
+    return OPEN_MAX if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
 
 
 async def parent_has_ended() -> None:

@@ -19,7 +19,7 @@ import trio
 from PIL import Image
 
 import frameshard
-from frameshard import errors, sync
+from frameshard import errors, sync, system
 from frameshard.images import SharedImages
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
@@ -156,6 +156,13 @@ async def test_images_that_wait_leave_descriptors_for_clients() -> None:
                 with suppress(errors.Overloaded):
                     await stack.enter_async_context(client.complete("la", images=[image] * 8, sampling=GREEDY))
                     break
+
+
+@pytest.mark.parametrize(("limit", "used"), [(1024, 1024), (1 << 30, 1 << 16)])
+def test_no_descriptor_is_higher_than_need_be(monkeypatch: pytest.MonkeyPatch, limit: int, used: int) -> None:
+    """With the limits of some containers, the kernel's table of this process would take GiBs."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert system.max_files() == used
 
 
 @in_trio
