@@ -13,6 +13,7 @@ from batcher_driver import N_WORDS, Talk, tale, talk
 from frameshard.engine import batch
 from frameshard.engine.batch import TURN_DECODES
 from frameshard.engine.llama import VramTaken
+from frameshard.errors import OutOfMemory
 from frameshard.plan.adapter import read_adapter
 from frameshard.wire import engine as em
 from frameshard.wire.messages import Adapter
@@ -151,3 +152,25 @@ def test_a_paused_job_whose_conversation_loses_its_sequence_decodes_nothing_agai
         one.start(tale("fox"), "fox", n_answer=8, job=paused, resume=resume, history=started.history)
         assert len(speakers(one.events())) == n_decodes == 8 - len(resume)
         assert one.say(tale("fox", "again"), "fox")[0] > N_WORDS
+
+
+def test_a_decode_that_got_no_memory_runs_once_more(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program that held VRAM may have freed it before the engine looks who holds it."""
+    with talk(tiny_model("llama")) as one:
+        _, expected = one.say(tale("fox"))
+        refused, decode = [True], one.runtime.decode
+
+        def refuse(*args: Any, **options: Any) -> Any:
+            if refused and refused.pop():
+                raise OutOfMemory("memory for a decode was refused")
+            return decode(*args, **options)
+
+        monkeypatch.setattr(one.runtime, "decode", refuse)
+        for _ in range(2):
+            assert one.say(tale("fox"))[1] == expected
+            refused.append(True)
+        refused.append(True)
+        with pytest.raises(OutOfMemory):
+            one.say(tale("fox"))

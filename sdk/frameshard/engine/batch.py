@@ -119,6 +119,9 @@ class Batcher:
         self._model_drafted = self._model_accepted = 0
         self._costs = StepCosts(runtime)
         self._taken_since: dict[int, float] = {}  # by job: since when other programs leave too little VRAM for it
+        self._refused = False
+        """The last decode got no memory, and nobody holds it. Who held it may have freed it meanwhile, so that decode
+        runs once more."""
         self.chunk = runtime.n_ubatch
         """The most prompt tokens in one chunk. In stream-only mode a change applies to jobs that start afterwards."""
 
@@ -249,12 +252,17 @@ class Batcher:
         except (BadArgument, OutOfMemory) as error:
             if isinstance(error, OutOfMemory) and self._runtime.aborted:
                 failure = DecodeAborted()  # whether a smaller step has room shows when it runs again
-            elif picture is None:
-                raise
-            else:
+            elif picture is not None:
                 failure = error
+            elif isinstance(error, OutOfMemory) and not self._refused:
+                self._refused = True
+                failure = DecodeAborted()
+            else:
+                raise
         self._in_flight.end()
         again = jobs if isinstance(failure, DecodeAborted) else again
+        if failure is None:
+            self._refused = False
         for job in jobs:
             job.gave_way = job in again
             if failure is None:
@@ -287,6 +295,7 @@ class Batcher:
         """The jobs that run again after a decode for which other programs leave too little VRAM. The others have waited
         too long. If there are none of these, pauses a little."""
         now = time.monotonic()
+        self._refused = False
         patient = [job for job in jobs if now - self._taken_since.setdefault(job.id, now) <= TAKEN_S]
         if len(patient) == len(jobs):
             time.sleep(TAKEN_PAUSE_S)
