@@ -634,12 +634,10 @@ def _network(name: str, url: str) -> Iterator[None]:
         yield
     except urllib.error.HTTPError:
         raise
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # errors of certificates are ValueErrors, too
         raise _Broken(_reason(error)) from error
     except ValueError as error:
         raise DownloadFailed(f"{name}: {url} leads to a bad address: {error}", name=name, url=url) from error
-    except http.client.HTTPException as error:
-        raise _Broken(_reason(error)) from error
 
 
 class _Download:

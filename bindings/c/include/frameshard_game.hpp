@@ -11,9 +11,9 @@
  *     game.pump(64);
  *
  * Call everything from one thread. Callbacks run inside pump() and close() only. A callback may call any function here,
- * including close(); a pump() in a callback handles nothing. A text given to a callback is valid until the callback returns or calls close(). The destructor of
- * Game calls close(), so objects that callbacks use must outlive the Game. C++17; compiles with exceptions and RTTI
- * disabled. */
+ * including close(); a pump() in a callback handles nothing. A text given to a callback is valid until the callback
+ * returns or calls close(). The destructor of Game calls close(), so objects that callbacks use must outlive the Game.
+ * C++17; compiles with exceptions and RTTI disabled. */
 #ifndef FRAMESHARD_GAME_HPP
 #define FRAMESHARD_GAME_HPP
 

@@ -58,8 +58,11 @@ def _directories(proc: Path, mount: Path) -> Iterator[Path]:
             continue
         top = mount / controllers  # of version 2 without a name
         at = top / path.lstrip("/")
-        # In a container the path may be that of the host, and the mount be the container's own group.
-        yield from [at, *at.parents][: len(at.parts) - len(top.parts)] if ".." not in at.parts and at.is_dir() else ()
+        if ".." in at.parts or not at.is_dir():
+            at = top  # in a container the path may be that of the host, and the mount be the container's own group
+        while at != top:
+            yield at
+            at = at.parent
         yield top
 
 
