@@ -227,10 +227,11 @@ class Plan:
     def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[GraphSize]:
         """The graphs that prefill the prompts."""
         if n_tokens > self.n_ubatch:
-            steps: list[GraphSize] = []
-            while (done := sum(step.n_tokens for step in steps)) < n_tokens:
+            steps, done = [], 0
+            while done < n_tokens:
                 size = next_step(n_tokens - done, self.n_ubatch, exact=self.mode == "stream_only")
                 steps.append(GraphSize(size, done, 1))
+                done += size
             return steps * n_parallel
         together = min(self.n_ubatch // n_tokens, n_parallel)
         groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
