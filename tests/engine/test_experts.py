@@ -28,7 +28,7 @@ config = EngineConfig(
     mode="stream_only",
 )
 with Runtime.load(config) as runtime:
-    recalled = runtime.placement.routing
+    recalled = runtime.placement.routing is not None and runtime.placement.routing.likely.tolist()
     experts = [(i, shard) for i, shard in enumerate(runtime.placement.ladder) if shard.kind == "experts"]
     counted = [sum(runtime.device.expert_uses(i, model.n_expert)) for i, _ in experts]
     words = runtime.tokenizer.tokenize("The keeper counts ships, gulls and the hours until the lamp is lit again. " * 8)
@@ -52,7 +52,7 @@ with Runtime.load(config) as runtime:
     again = runtime.placement.learn()
     print(json.dumps({
         "counted": counted,
-        "recalled": recalled, "routing": runtime.placement.routing, "learned": learned, "again": again,
+        "recalled": recalled, "routing": runtime.placement.routing.likely.tolist(), "learned": learned, "again": again,
         "copied": copied, "hits": hits, "forgotten": forgotten, "logits": logits[:16],
         "experts": sum(shard.n_bytes for _, shard in experts), "resident": runtime.device.stats().resident_bytes,
         "ring": runtime.device.stats().ring_bytes,
@@ -84,15 +84,16 @@ def test_only_what_is_chosen_is_copied_and_the_next_run_knows(
     assert same <= many
     assert sum(first["hits"]) > 0  # type: ignore[arg-type]
     assert first["forgotten"] == 0
-    assert first["recalled"] == []
+    assert first["recalled"] is False
     assert not any(first["counted"])  # type: ignore[call-overload]  # the token of the warm-up does not count
     assert first["learned"]
     assert not first["again"]
     routing = first["routing"]
     assert isinstance(routing, list)
-    assert len(routing) == 16
-    assert routing == sorted(routing, reverse=True)
-    assert abs(sum(routing) - 1) < 1e-6
+    for layer in routing:
+        assert len(layer) == 16
+        assert layer == sorted(layer, reverse=True)
+        assert 0 < sum(layer) < 16
     second = run(path, tmp_path)
     assert second["recalled"] == routing
     assert all(second["counted"])  # type: ignore[call-overload]

@@ -22,6 +22,7 @@ from frameshard.plan.layout import lay_out
 from frameshard.plan.model import read_model
 from frameshard.plan.plans import make_plan
 from frameshard.plan.profile import Profile, save
+from frameshard.plan.routing import of_shares
 
 MIB = 1 << 20
 PLAIN = Profile({"device": "emulated"}, 2e9, 2e9, 9e9, 5e9, 2e10, 4e10, 8e10, 17e-6)
@@ -83,7 +84,8 @@ def test_experts_that_are_used_less_come_from_disk(moe_path: Path) -> None:
         assert each.predicted_decode_tps() <= each.bound_decode_tps() * 1.000001
     # Some choices of a router are more frequent: these experts stay in host memory.
     even = plan(host_budget_bytes=model.file_bytes // 2)
-    favourites = plan(host_budget_bytes=model.file_bytes // 2, routing=(0.4, 0.3, 0.2, 0.02, 0.02, 0.02, 0.02, 0.02))
+    often = of_shares([(0.4, 0.3, 0.2, 0.02, 0.02, 0.02, 0.02, 0.02)], model.n_expert_used)
+    favourites = plan(host_budget_bytes=model.file_bytes // 2, routing=often)
     assert favourites.disk_bytes < 0.6 * even.disk_bytes
 
 

@@ -13,6 +13,7 @@ from frameshard.plan.memory import DRIVER_BYTES
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import plan_workload
 from frameshard.plan.profile import load
+from frameshard.plan.routing import Routing, of_shares
 from frameshard.plan.workload import Workload
 
 TOOLS = Path(__file__).parents[2] / "profiles" / "tools"
@@ -24,10 +25,10 @@ def synth_gguf(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return __import__("synth_gguf")
 
 
-def skewed(model: Model) -> tuple[float, ...]:
+def skewed(model: Model) -> Routing:
     """A routing in which an expert is chosen the less often, the later it stands."""
     weights = [1 / (i + 1) for i in range(model.n_expert)]
-    return tuple(weight / sum(weights) for weight in weights)
+    return of_shares([[weight / sum(weights) for weight in weights]], model.n_expert_used)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_more_vram_is_not_slower(name: str, profile: str, n_ctx: int, synth_gguf
     answer alone may take a few percent longer than with a little less VRAM."""
     synth_gguf.write(synth_gguf.SHAPES[name], str(tmp_path / "model.gguf"), with_weights=False)
     model, rates = read_model(tmp_path / "model.gguf"), load(profile)
-    routing = skewed(model) if model.n_expert else ()
+    routing = skewed(model) if model.n_expert else None
     workload, found = Workload(n_ctx + 128, n_ctx, n_ubatch=0), []
     for mib in range(1024, 13 * 1024, 1024):
         try:

@@ -15,8 +15,10 @@ from frameshard.plan.layout import lay_out
 from frameshard.plan.model import Model, read_model
 from frameshard.plan.plans import make_plan
 
-EVEN = (1 / 128,) * 128
-SKEWED = (1 / 16,) * 16 + (0.0,) * 112
+EVEN_SHARES = (1 / 128,) * 128
+SKEWED_SHARES = (1 / 16,) * 16 + (0.0,) * 112
+ALIKE_SHARES = (1 / 8,) * 8 + (0.0,) * 120
+EVEN, SKEWED, ALIKE = (routing.of_shares([each], 8) for each in (EVEN_SHARES, SKEWED_SHARES, ALIKE_SHARES))
 
 
 def experts() -> Model:
@@ -29,16 +31,37 @@ def experts() -> Model:
 
 def test_chance_is_no_skew() -> None:
     random = np.random.default_rng(3)
-    counts = [random.multinomial(4096, EVEN).tolist() for _ in range(40)]
-    assert routing.differ(routing.shares(counts), EVEN) < 0.02
-    assert routing.differ(routing.shares(counts), ()) < 0.02
-    counts = [random.permutation(random.multinomial(4096, SKEWED)).tolist() for _ in range(40)]
-    assert routing.differ(routing.shares(counts), SKEWED) < 0.06
+    counts = [random.multinomial(4096, EVEN_SHARES).tolist() for _ in range(40)]
+    assert routing.differ(routing.of_counts(counts, 8), EVEN) < 0.02
+    assert routing.differ(routing.of_counts(counts, 8), None) < 0.02
+    counts = [random.permutation(random.multinomial(1 << 16, SKEWED_SHARES)).tolist() for _ in range(40)]
+    assert routing.differ(routing.of_counts(counts, 8), SKEWED) < 0.06
 
 
 def test_little_seen_says_nothing() -> None:
-    assert routing.shares([]) == ()
-    assert routing.shares([[], [1] * 128]) == ()
+    assert routing.of_counts([], 8) is None
+    assert routing.of_counts([[], [1] * 128], 8) is None
+
+
+def test_choices_that_only_prompts_notice_count() -> None:
+    """Of a token's choices 2 % differ. But 1,024 tokens use nearly all experts, and not a sixteenth of them."""
+    few = [0.98 / 8] * 8 + [0.02 / 120] * 120
+    assert routing.differ(routing.of_shares([few], 8), ALIKE) > 0.5
+    assert routing.differ(ALIKE, ALIKE) == 0.0
+    assert routing.differ(None, None) == 0.0
+    assert routing.differ(ALIKE, None) > 0.9
+
+
+def test_one_layer_that_chooses_evenly_is_not_all() -> None:
+    """A prompt copies all experts of this layer, and of the others as few as without it."""
+    layers = [EVEN_SHARES] + [ALIKE_SHARES] * 23
+    alike, mixed, even = (
+        make_plan(experts(), H100, budget_bytes=6 << 30, fixed_bytes=900 << 20, n_ubatch=2048, routing=each)
+        for each in (ALIKE, routing.of_shares(layers, 8), EVEN)
+    )
+    assert mixed._costs.experts.routing.used(1024).sum() == pytest.approx((128 + 23 * 8) / 24, rel=0.001)
+    more, most = (each.predicted_ttft(1024) - alike.predicted_ttft(1024) for each in (mixed, even))
+    assert 0 < more < 0.1 * most
 
 
 def test_counts_are_kept_by_model(moe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +71,12 @@ def test_counts_are_kept_by_model(moe_path: Path, tmp_path: Path, monkeypatch: p
     kept = {"blk.0.experts": [5, 0, 7, 0, 0, 1, 0, 0]}
     routing.save(model, kept)
     assert routing.load(model) == kept
-    assert routing.recall(model) == ()  # too few choices
+    assert routing.recall(model) is None  # too few choices
     routing.save(model, {"blk.0.experts": [90, 0, 80, 0, 0, 70, 0, 0]})
-    assert routing.recall(model) == routing.shares([[90, 0, 80, 0, 0, 70, 0, 0]]) != ()
+    recalled = routing.recall(model)
+    assert recalled is not None
+    expected = np.array([90, 80, 70, 0, 0, 0, 0, 0]) / 240 * model.n_expert_used
+    assert recalled.likely == pytest.approx(np.array([expected]), abs=0.02)
     (path,) = tmp_path.rglob("routing-*.json")
     for broken in (
         "",
@@ -85,9 +111,9 @@ def test_a_cache_is_made_for_experts_that_are_chosen_often() -> None:
 
 def test_in_little_vram_the_cache_takes_the_place_of_attention() -> None:
     """Attention is copied ahead. An expert is known only when it is needed, so the token waits for its copy."""
-    model, alike = experts(), tuple([1 / 8] * 8 + [0.0] * 120)
+    model = experts()
     layout = lay_out(model, "CUDA0")
-    plan = make_plan(model, H100, budget_bytes=15 << 28, fixed_bytes=900 << 20, n_ubatch=2048, routing=alike)
+    plan = make_plan(model, H100, budget_bytes=15 << 28, fixed_bytes=900 << 20, n_ubatch=2048, routing=ALIKE)
     ring, n_slabs = layout.sizes.fit(plan.budget_bytes - plan.fixed_bytes, 3 * layout.min_ring_bytes)
     conditions = dataclasses.replace(plan._costs.conditions, ring=ring)
     without = Costs(layout, H100, layout.resident_share(n_slabs), conditions)
@@ -100,10 +126,10 @@ def test_in_little_vram_the_cache_takes_the_place_of_attention() -> None:
 def test_sequences_that_choose_alike_stream_only_what_they_use() -> None:
     """For sixteen sequences that use the same experts, these are copied once. The CPU would compute them for each
     token."""
-    model, alike = experts(), tuple([1 / 8] * 8 + [0.0] * 120)
+    model = experts()
     even, same = (
         make_plan(model, H100, budget_bytes=3 << 30, fixed_bytes=900 << 20, n_ubatch=2048, routing=each)
-        for each in (EVEN, alike)
+        for each in (EVEN, ALIKE)
     )
     tier = next(tier for tier in same.tiers if tier.n_tokens == 16)
     assert tier.streamed_bytes > 2 * tier.cpu_bytes

@@ -158,7 +158,6 @@ class _Forecast:
             self.where += ", by its spec sheet (not measured)"
         overhead = 0 if self.device == native.EMULATED else memory.DRIVER_BYTES
         files = [read_adapter(path, model) for _, path in map(adapter_of, args.adapter)]
-        shares = routing.recall(model)
         workload = Workload(
             args.ctx,
             args.prompt,
@@ -182,7 +181,7 @@ class _Forecast:
             context=self.context,
             n_ctx_used=args.prompt,
             n_ubatch=args.ubatch,
-            routing=shares,
+            routing=routing.recall(model),
             corrections=self._corrections,
         )
         self.full = self._plan(budget_bytes=0)

@@ -78,8 +78,8 @@ class Placement:
         self.gpu_busy_s = 0.0
         """Seconds of each frame in which the host keeps the device busy; a change takes effect with the next
         :meth:`replan`."""
-        self.routing: tuple[float, ...] = ()
-        """How often the routers choose each expert, as in :func:`routing.shares`; :meth:`learn` updates it."""
+        self.routing: routing.Routing | None = None
+        """How often the routers choose each expert; :meth:`learn` updates it."""
         self.unfilled = False
         """Part of the KV cache was freed, so :meth:`fill` can make more weights resident."""
         self.on_outdated: Callable[[], None] = self.replan_if_fits
@@ -178,7 +178,7 @@ class Placement:
         self._commit()
         self._measure_steps(sizes, graph_bytes)
         kept = routing.load(self._model) if self._model.n_expert else {}
-        self.routing = routing.shares(kept.values())
+        self.routing = routing.of_counts(kept.values(), self._model.n_expert_used)
         self.replan()
 
     def _measure_steps(self, sizes: Sequence[int], graph_bytes: Callable[[int], int]) -> None:
@@ -414,8 +414,8 @@ class Placement:
             for i, shard in enumerate(self.ladder)
             if shard.kind == "experts"
         }
-        now = routing.shares(seen.values())
-        if not now or routing.differ(now, self.routing) < _ROUTING_CHANGED:
+        now = routing.of_counts(seen.values(), self._model.n_expert_used)
+        if now is None or routing.differ(now, self.routing) < _ROUTING_CHANGED:
             return False
         self.routing = now
         routing.save(self._model, {name: counts for name, counts in seen.items() if counts})

@@ -23,6 +23,7 @@ from frameshard.plan.host import HostShare
 from frameshard.plan.layout import Layout
 from frameshard.plan.memory import cell_bytes, kv_bytes
 from frameshard.plan.profile import KvType, Profile, heads_of
+from frameshard.plan.routing import Routing
 from frameshard.plan.weights import Experts, Mask, shards_of
 from frameshard.plan.windows import can_take_back
 
@@ -77,7 +78,7 @@ class Conditions:
     :param kv_room: the most bytes of the KV cache in VRAM. The rest passes through the KV window in every graph.
     :param kv_held: bytes of the KV cache in VRAM and host memory: of the cells in use, and of those held for further
         tokens.
-    :param routing: the share of a layer's choices that each expert gets, descending. Empty: all experts the same.
+    :param routing: how often experts are chosen; ``None``: all the same.
     :param kv_type: the type of the KV cache.
     :param host_budget_bytes: host memory for weights; 0 for no limit.
     :param cpu_factor: how much longer the CPU computes than the profile says.
@@ -88,7 +89,7 @@ class Conditions:
     n_ctx_used: int
     turn_s: float
     kv_room: float
-    routing: Sequence[float] = ()
+    routing: Routing | None = None
     kv_type: KvType = "f16"
     host_budget_bytes: int = 0
     kv_held: float = 0.0
@@ -285,8 +286,7 @@ class Graph:
     def __init__(self, costs: Costs, n_tokens: int, n_before: int, n_seq: int, n_rows: int) -> None:
         profile, shards, experts = costs.profile, costs.shards, costs.experts
         one_at_a_time = n_tokens < costs.layout.sizes.prefill_tokens
-        # For each expert of a layer, the probability that at least one of the tokens uses it.
-        used = 1 - (1 - experts.likely) ** n_tokens
+        used = experts.routing.used(n_tokens)
         n_cached = experts.n_cached if one_at_a_time else experts.n_cached_in_prompts
         cached = _first(used, n_cached) / max(float(used.sum()), 1e-9)
         touched = self._compute(costs, n_tokens, n_rows, used)
@@ -456,7 +456,7 @@ class Graph:
             experts that is copied.
         """
         shards, experts = costs.shards, costs.experts
-        predicted = 1 - (1 - experts.likely) ** (2 * n_tokens)
+        predicted = experts.routing.used(2 * n_tokens)
         predicted_cached = _first(predicted, experts.n_cached_in_prompts)
         share_copied = (float(predicted.sum()) - predicted_cached) / max(predicted.size, 1)
         # Each matrix of an expert is copied separately, but adjacent ones are copied together.

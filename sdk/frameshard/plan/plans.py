@@ -29,6 +29,7 @@ from frameshard.plan.layout import Layout, lay_out
 from frameshard.plan.memory import Context, estimate_context, estimate_steps, fixed_vram
 from frameshard.plan.model import Model
 from frameshard.plan.profile import Profile
+from frameshard.plan.routing import Routing
 from frameshard.plan.steps import Steps, next_step
 from frameshard.plan.weights import Mask
 from frameshard.plan.workload import Workload
@@ -339,7 +340,7 @@ def make_plan(
     n_ctx_used: int = 512,
     n_ubatch: int = 512,
     gpu_busy_s: float = 0.0,
-    routing: Sequence[float] = (),
+    routing: Routing | None = None,
     layout: Layout | None = None,
     corrections: Corrections = NONE,
 ) -> Plan:
@@ -355,8 +356,7 @@ def make_plan(
     :param n_ctx_used: tokens of context at which decodes are planned and predicted.
     :param n_ubatch: the most tokens of one graph; 0: the step of ``steps`` with which prompts take least.
     :param gpu_busy_s: seconds of each frame in which the host keeps the device busy.
-    :param routing: the share of a layer's choices that each expert gets, descending, with sum 1. Empty: all experts the
-        same.
+    :param routing: how often experts are chosen; ``None``: all the same.
     :param layout: the layout, if it is not the default one of the profile's device.
     :param corrections: what serving has shown. Of these only the CPU's factor changes placements.
     :raises BudgetBelowFloor: a budget is below its floor.
@@ -447,13 +447,13 @@ def _costs(layout: Layout, profile: Profile, n_slabs: int, conditions: Condition
     return Costs(layout, profile, layout.resident_share(n_slabs), conditions, host)
 
 
-def _rings(layout: Layout, room: int, least: int, routing: Sequence[float]) -> Iterator[int]:
+def _rings(layout: Layout, room: int, least: int, routing: Routing | None) -> Iterator[int]:
     """The sizes of the ring to try: the smallest, and larger ones with room for the expert cache. In little VRAM the
     cache takes the place of attention and other weights that every token reads. Their copies run ahead, but an expert
     is known only when it is needed."""
     yield least
     experts = sum(shard.n_bytes for shard in layout.ladder if shard.kind == "experts")
-    if routing:
+    if routing is not None:
         yield from (least + experts * n // 64 for n in _CACHES if experts * n // 64 <= room - least)
 
 
@@ -541,7 +541,7 @@ def plan_workload(
     vram_budget_bytes: int,
     workload: Workload,
     overhead_bytes: int = 0,
-    routing: Sequence[float] = (),
+    routing: Routing | None = None,
 ) -> Plan:
     """Makes the plan for a workload from estimates, without loading the model.
 

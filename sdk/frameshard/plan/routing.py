@@ -1,25 +1,68 @@
-"""Counts how often the routers of a mixture of experts choose each expert. The counts are kept with the profiles."""
+"""How the routers of a mixture of experts choose experts. What they chose is counted, and the counts are kept with the
+profiles."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from frameshard.plan import kept
 from frameshard.plan.model import Model
 
 _ENOUGH = 16  # a layer's counts are used only if each expert was chosen so many times on average
+_PROMPT = 1024  # the tokens of the prompt by which two routings are compared
 
 
-def shares(uses: Collection[Sequence[int]]) -> tuple[float, ...]:
-    """The share of a layer's choices that each expert gets, descending; the mean over all layers.
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """How the routers of a model choose experts.
+
+    :param likely: for each layer and each of its experts, the probability that a token uses it, descending; shape
+        [layers, experts].
+    """
+
+    likely: NDArray[np.float64]
+
+    def used(self, n_tokens: int) -> NDArray[np.float64]:
+        """For each expert of a layer, the probability that at least one of ``n_tokens`` tokens uses it, descending;
+        shape [experts]. It is the mean over the layers: a prompt uses all experts of a layer that chooses them alike,
+        but no more of the other layers for that."""
+        return _used(self, n_tokens)
+
+
+@lru_cache(maxsize=256)
+def _used(routing: Routing, n_tokens: int) -> NDArray[np.float64]:
+    used: NDArray[np.float64] = (1 - (1 - routing.likely) ** n_tokens).mean(axis=0)
+    return used
+
+
+@lru_cache(maxsize=8)
+def even(n_expert: int, n_used: int) -> Routing:
+    """The routing in which a token uses ``n_used`` of ``n_expert`` experts, each of them equally often."""
+    return Routing(np.full((1, n_expert), min(n_used / max(n_expert, 1), 1.0)))
+
+
+def of_shares(layers: Collection[Sequence[float]], n_used: int) -> Routing:
+    """The routing in which a token uses ``n_used`` experts.
+
+    :param layers: for each layer the share of its choices that each expert gets, with sum 1.
+    """
+    shares = np.sort(np.array(list(layers), dtype=np.float64))[:, ::-1]
+    return Routing(np.minimum(n_used * shares, 1.0))
+
+
+def of_counts(uses: Collection[Sequence[int]], n_used: int) -> Routing | None:
+    """The routing in which a token uses ``n_used`` experts.
 
     :param uses: for each layer the counts of its experts.
-    :returns: one share for each expert, with sum 1; empty if there are too few counts.
+    :returns: ``None`` if there are too few counts.
     """
     found = []
     for counts in uses:
@@ -29,16 +72,23 @@ def shares(uses: Collection[Sequence[int]]) -> tuple[float, ...]:
             # Counts also differ by chance (Poisson noise). That part is removed.
             variance = float(each.var())
             spread = max(variance - mean, 0.0) / variance if variance else 0.0
-            found.append(np.sort(mean + spread * (each - mean))[::-1] / each.sum())
-    return tuple(np.mean(found, axis=0).tolist()) if found else ()
+            found.append(((mean + spread * (each - mean)) / each.sum()).tolist())
+    return of_shares(found, n_used) if found else None
 
 
-def differ(one: Sequence[float], other: Sequence[float]) -> float:
-    """How much two results of :func:`shares` differ: the share of choices that would have to move to other experts,
-    from 0 to 1."""
-    size = max(len(one), len(other))
-    pair = [np.array(each if len(each) else [1 / max(size, 1)] * size) for each in (one, other)]
-    return float(np.abs(pair[0] - pair[1]).sum()) / 2
+def differ(one: Routing | None, other: Routing | None) -> float:
+    """How much two routings of a model differ, from 0 to 1: the share of a token's choices that would have to move to
+    other experts, or of all experts the share that a prompt uses in one of them only, whichever is larger.
+
+    :param one: ``None``: all experts are chosen equally often.
+    """
+    known = one or other
+    if known is None:
+        return 0.0
+    n_used, n_expert = float(known.likely.sum(axis=1).mean()), known.likely.shape[1]
+    pair = [each or even(n_expert, round(n_used)) for each in (one, other)]
+    token, prompt = (np.abs(pair[0].used(n) - pair[1].used(n)).sum() for n in (1, _PROMPT))
+    return float(max(token / (2 * n_used), prompt / n_expert))
 
 
 def load(model: Model) -> dict[str, list[int]]:
@@ -53,9 +103,9 @@ def load(model: Model) -> dict[str, list[int]]:
     return {}
 
 
-def recall(model: Model) -> tuple[float, ...]:
-    """The :func:`shares` of the kept counts of a model."""
-    return shares(load(model).values())
+def recall(model: Model) -> Routing | None:
+    """The routing by the kept counts of a model; ``None`` if there are too few."""
+    return of_counts(load(model).values(), model.n_expert_used)
 
 
 def save(model: Model, uses: Mapping[str, Sequence[int]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from frameshard.plan.layout import USE_ORDER, Layout
 from frameshard.plan.profile import BYTES_PER_WEIGHT, Kind, kind_of
+from frameshard.plan.routing import Routing, even
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -60,6 +60,7 @@ def shards_of(layout: Layout) -> Shards:
 class Experts:
     """The experts that are not resident, and the numbers of them in the expert cache and in host memory.
 
+    :param routing: ``None``, or one of another model: all experts are chosen equally often.
     :param n_matrices: how many matrices of single experts stay in host memory.
     """
 
@@ -69,15 +70,14 @@ class Experts:
         shards: Shards,
         share: Floats,
         ring: int,
-        routing: Sequence[float],
+        routing: Routing | None,
         n_matrices: float = float("inf"),
     ) -> None:
         experts, model = shards.masks["experts"], layout.model
         self.missing: Mask = experts & (share < 1.0)
         n_expert = model.n_expert if experts.any() else 0
-        shares = np.array(routing if len(routing) == n_expert else [1 / max(n_expert, 1)] * n_expert)
-        self.likely: Floats = np.minimum(model.n_expert_used * shares, 1.0)
-        """For each expert of a layer, the probability that a token uses it, descending; shape [experts]."""
+        fits = routing is not None and routing.likely.shape[1] == n_expert
+        self.routing = routing if routing is not None and fits else even(n_expert, model.n_expert_used)
         # While decoding, most of the ring is the expert cache. Streamed shards of other kinds have three slots, or
         # fewer if the experts of a token would not fit otherwise.
         others = (share < 1.0) & ~self.missing
