@@ -88,8 +88,8 @@ def test_long_prompts_go_in_chunks(runtime: Runtime) -> None:
         chunked = runtime.decode_tokens(1, left[: sizes[-1]])
         left = left[sizes[-1] :]
     assert np.array_equal(whole, chunked)
-    assert sizes[0] == len(tokens) % runtime.n_ubatch  # the device waits while the host prepares the first step
-    assert set(sizes[1:]) == {runtime.n_ubatch}
+    assert len(sizes) == -(-len(tokens) // runtime.n_ubatch)
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_trimmed_sequences_go_on_as_if_never_longer(runtime: Runtime) -> None:

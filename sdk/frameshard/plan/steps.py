@@ -90,14 +90,14 @@ def most_step(n_ctx: int, least: int, host_budget_bytes: int = 0, limit: int = M
 
 
 def next_step(n_left: int, most: int, *, exact: bool) -> int:
-    """The tokens of the next step of a prompt of which ``n_left`` are left. A smaller step comes first, because nothing
-    is computed while the host prepares the first one, which takes the longer the more tokens it has.
+    """The tokens of the next step of a prompt of which ``n_left`` are left. The steps are about equal, so that their
+    compute buffers take the least VRAM. A full step and a small rest would copy the streamed weights as often.
 
     :param most: the most tokens of a step.
-    :param exact: for mode stream-only: the smaller step is the last, so that prompts that begin alike have the same
+    :param exact: for mode stream-only: all steps but the last are full, so that prompts that begin alike have the same
         steps.
     """
-    return min(n_left, most) if exact else n_left % most or min(n_left, most)
+    return min(n_left, most) if exact else n_left // -(-n_left // most)
 
 
 def step_sizes(least: int, most: int) -> Sequence[int]:
