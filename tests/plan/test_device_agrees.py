@@ -244,6 +244,11 @@ def test_recurrent_states_of_many_sequences(name: str, tiny_model: Callable[[str
     assert launched <= estimated <= 1.5 * launched
 
 
+def test_a_step_that_sequences_share_unevenly(tiny_model: Callable[[str], Path]) -> None:
+    launched, estimated = estimates(tiny_model("gemma3n"), 2048, 16, 33, 0)["floor"]
+    assert launched <= estimated <= 1.5 * launched
+
+
 def test_a_limit_on_host_memory_makes_steps_smaller(model_path: Path) -> None:
     figures = estimates(model_path, 32768, 1, 0, 1 << 30)
     assert figures["step"] == [512, 512]

@@ -85,7 +85,12 @@ def test_measurements_of_another_version_are_left_out() -> None:
         {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "cpu_beside_copies": float("nan")}}},
         {"fingerprint": {"device": "CUDA0", "cores": float("nan")}},
         {"fingerprint": {"device": "CUDA0", "cores": [8]}},
+        {"fingerprint": {"device": "\ud800"}},
         {"host_memory": {"dram": [1e9, float("nan")]}},
+        {"handoff_s": 1e308},
+        {"products": {"Q4_0 8x8": {**dataclasses.asdict(PRODUCT), "tokens": [t + 3 for t in PRODUCT.tokens]}}},
+        {"products": {"Q4_0 ²x8": dataclasses.asdict(PRODUCT)}},
+        {"schema_version": "2"},
     ],
 )
 def test_a_bad_profile_is_refused(spoil: dict[str, object], tmp_path: Path) -> None:

@@ -237,12 +237,13 @@ def test_a_recording_without_a_lease_is_drawn(tmp_path: Path) -> None:
 
 
 @in_trio
-async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_nothing(shallow_model: Path) -> None:
+async def test_what_is_refused_is_a_problem_and_says_why(shallow_model: Path) -> None:
     events = (
         trace.Vram(0.0, 8192, deadline_ms=30_000),
         trace.Vram(0.1, 8180, deadline_ms=30_000, by="page"),
         trace.Lease(0.2, "parked", deadline_ms=30_000),
         trace.Lease(0.2, "active", deadline_ms=30_000),
+        trace.Ask(0.3, "mira", "The lamp is lit. " * 400),
     )
     async with frameshard.launch(shallow_model, device="emulated", n_ctx=512) as client:
         before = await client.budget()
@@ -250,6 +251,8 @@ async def test_a_recorded_need_that_leaves_too_little_is_a_problem_and_changes_n
         assert (await client.budget()).vram_budget_bytes == before.full_bytes
     assert [(change.state, change.budget_bytes) for change in recording.changes[1:]] == [("active", before.full_bytes)]
     assert recording.changes[0].state == "parked"
-    by_message, by_page = recording.problems
+    by_message, by_page, too_long = recording.problems
     assert "floor" in by_message
     assert "refused" in by_page
+    assert "the question to mira at 0.3" in too_long
+    assert "ended with context_overflow: " in too_long

@@ -62,7 +62,8 @@ def table(profile: Profile) -> str:
     lines = common.wrapped(", ".join(f"{key}: {value}" for key, value in profile.fingerprint.items())).splitlines()
     if profile.sources:
         lines.append("not measured on this machine:")
-        lines += [f"  {name} {getattr(profile, name):.4g}: {source}" for name, source in profile.sources.items()]
+        shown = {name: f" {value:.4g}" for name, value in vars(profile).items() if isinstance(value, float)}
+        lines += [f"  {name}{shown.get(name, '')}: {source}" for name, source in profile.sources.items()]
     for columns, unit in ((profile.copies, 2.0**20), (profile.host_memory, 1.0)):
         for (name, values), first in zip(columns.items(), [True] + [False] * len(columns), strict=False):
             cells = _cells(value / (unit if first else 1e9) for value in values)

@@ -81,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
         raise errors.BadArgument(
             "verify compares the shard device with stock llama.cpp: name a GPU, or --device emulated"
         )
-    wanted = [w.strip() for w in args.vram_budget.split(",")]
-    sizes = [w if w in ("floor", "full") else common.parse_size(w) for w in wanted]
+    wanted = [part.strip() for part in args.vram_budget.split(",")]
+    # 0 is no limit, as in other commands: everything is resident.
+    budgets = [part if part in ("floor", "full") or common.parse_size(part) else "full" for part in wanted]
     if args.generate < _LEAST_GENERATED:
         raise errors.BadArgument(
             f"--generate must be at least {_LEAST_GENERATED}: the budget changes after a third of these tokens, and "
@@ -105,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
             kv_type=args.kv_type,
         )
 
-    with progress.steps(1 + len(sizes) * len(MODES)) as steps:
+    with progress.steps(1 + len(budgets) * len(MODES)) as steps:
         try_files(str(models.resolve(args.model)))
-        document, rows = _compare(args, device, sizes, config, steps)
+        document, rows = _compare(args, device, budgets, config, steps)
     if args.json:
         common.emit_json(_finite(document | {"rows": rows}))
     return 0 if all(row["ok"] for row in rows) else 1
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 def _compare(
     args: argparse.Namespace,
     device: str,
-    sizes: Sequence[int | str],
+    wanted: Sequence[str],
     config: Callable[[str], EngineConfig],
     steps: progress.Steps,
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
@@ -124,12 +125,11 @@ def _compare(
 
     :returns: the references, and the rows.
     """
-    from frameshard import errors
     from frameshard.engine.runtime import STOCK, Runtime
     from frameshard.native import EMULATED, parse_device
 
     name = parse_device(device).inner
-    reference_device = f"{STOCK}{name}" if "full" in sizes and name != EMULATED else "cpu"
+    reference_device = f"{STOCK}{name}" if "full" in wanted and name != EMULATED else "cpu"
     steps.next("stock llama.cpp")
     with Runtime.load(config(reference_device)) as runtime:
         tokens = _tokens(runtime, args.prompt + args.generate)
@@ -140,14 +140,8 @@ def _compare(
         with Runtime.load(config("cpu")) as runtime:
             processors = _agreement(_logits(runtime, tokens, args.prompt), reference, tokens)
     rows = []
-    with common.load_within(config(device), args.vram_budget) as runtime:
-        assert runtime.device is not None
-        stats = runtime.device.stats()
-        named = {"floor": stats.floor_bytes, "full": stats.full_bytes}
-        budgets = [named[size] if isinstance(size, str) else size for size in sizes]
-        for budget in budgets:
-            if budget < stats.floor_bytes:
-                raise errors.below_floor(budget, stats.floor_bytes)
+    with common.load_within(config(device), ",".join(wanted)) as runtime:
+        budgets = [budget for budget in common.budgets_of(",".join(wanted), runtime) if budget is not None]
         most = max(budgets)
         _set_mode(runtime, "stream_only", most)
         resident = _logits(runtime, tokens, args.prompt)

@@ -42,6 +42,7 @@ _MEMORY_OVER_READ = 1.25
 # resident, minus the time to read weights and KV cache, divided by the kernels: 1.2 us with minitron-8b-q4_0 and 1.1 us
 # with qwen3-30b-a3b-q4_0. What only the first token of an answer takes was left out (costs.py).
 KERNEL_S = 1.15e-6
+_LONGEST_S = 1e3  # for a hand-off or a kernel; sums of larger ones could overflow
 _MOST_KINDS = 3  # at most so many kinds of weights are measured for one model
 _LEAST_SHARE = 0.1  # a kind with a smaller share of the model's bytes gets the rates of the most similar one
 
@@ -127,11 +128,13 @@ class Profile:
         for name in _RATES:
             value = getattr(self, name)
             least = 0.0 if name.endswith("_s") or "beside" in name else 1.0
-            if not least <= value < float("inf"):
+            if not least <= value < (_LONGEST_S if name.endswith("_s") else float("inf")):
                 raise BadArgument(f"the profile's {name} is {value}")
         for key, product in self.products.items():
             parse_kind(key)
             _check_curve(key, product.tokens, product.cpu_flops, product.gpu_flops)
+            if product.tokens[:1] != (1,):
+                raise BadArgument(f"the profile's rates of {key} do not begin with one token")
             if not all(0 <= rate < float("inf") for rate in (product.cpu_beside_copies, product.h2d_beside_cpu)):
                 raise BadArgument(f"the profile's rates of {key} beside each other make no sense")
         for key, attention in self.attention.items():
@@ -200,7 +203,7 @@ class Profile:
         if not self.disk:
             raise BadArgument(
                 "the profile has no rates of a disk, which a host budget smaller than the model needs: measure them"
-                " with frameshard profile"
+                " on that machine with frameshard profile --model, or add them as disk (read_bytes, rate)"
             )
         at = np.array([max(n_bytes, 1.0)])
         sizes = tuple(map(int, self.disk["read_bytes"]))
@@ -341,8 +344,10 @@ class Profile:
         """
         try:
             document = json.loads(text)
+            json.dumps(document, ensure_ascii=False).encode()  # half of a surrogate pair is a ValueError
             if document["schema_version"] != SCHEMA_VERSION:
-                raise BadArgument(f"the profile has schema version {document['schema_version']}, not {SCHEMA_VERSION}")
+                found = repr(document["schema_version"])
+                raise BadArgument(f"the profile has schema version {found}, not {SCHEMA_VERSION}")
             values: dict[str, Any] = {name: float(document[name]) for name in _RATES}
             for name, kind in (("products", Product), ("attention", Attention)):
                 values[name] = {str(key): _curves(kind, each) for key, each in dict(document.get(name, {})).items()}
@@ -396,7 +401,8 @@ def parse_kind(name: str) -> Kind:
     """
     type_name, _, shape = name.partition(" ")
     rows, _, cols = shape.partition("x")
-    if type_name not in BYTES_PER_WEIGHT or not (rows.isdigit() and cols.isdigit() and int(rows) and int(cols)):
+    numbers = shape.isascii() and rows.isdigit() and cols.isdigit()
+    if type_name not in BYTES_PER_WEIGHT or not (numbers and int(rows) and int(cols)):
         raise BadArgument(f"{name!r} is not a kind of weights such as 'Q4_0 11520x4096'")
     return type_name, int(rows), int(cols)
 

@@ -78,7 +78,8 @@ class Change:
 
 @dataclass
 class Job:
-    """A question and how its job ended: ``stop``, ``length``, ``cancelled`` or the name of an error."""
+    """A question and how its job ended: ``stop``, ``length``, ``cancelled`` or the name of an error, whose message is
+    ``error``."""
 
     at: float
     who: str
@@ -86,6 +87,7 @@ class Job:
     cancelled: bool = False
     text: str = ""
     outcome: str = ""
+    error: str = ""
     n_prompt: int = 0
     n_generated: int = 0
     first_s: float | None = None
@@ -172,7 +174,8 @@ class _Player:
         recording.seconds = self._now()
         for job in recording.jobs:
             if job.outcome not in ("stop", "length", *(("cancelled",) * job.cancelled)):
-                recording.problems.append(f"the question to {job.who} at {job.at:.2f} s {job.outcome or 'never ended'}")
+                end = f"ended with {job.outcome}: {job.error}" if job.error else job.outcome or "never ended"
+                recording.problems.append(f"the question to {job.who} at {job.at:.2f} s {end}")
         recording.problems += over_the_lease(recording, self._bounds.vram_budget_bytes, self._bounds.host_budget_bytes)
         return recording
 
@@ -320,7 +323,7 @@ class _Player:
             except JobCancelled:
                 job.outcome = "cancelled"
             except FrameshardError as error:
-                job.outcome = error.name
+                job.outcome, job.error = error.name, error.message
             finally:
                 self._speaking.pop(job.who, None)
                 job.ended_s = self._now()
