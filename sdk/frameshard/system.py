@@ -215,10 +215,13 @@ def may_run(pid: int) -> bool:
     """False if there is surely no process of this number in this namespace."""
     if sys.platform == "win32":
         try:
-            _winapi.CloseHandle(_winapi.OpenProcess(0x1000, False, pid))  # PROCESS_QUERY_LIMITED_INFORMATION
+            process = _winapi.OpenProcess(0x100000, False, pid)  # SYNCHRONIZE
         except OSError as error:
             return error.winerror != 87  # ERROR_INVALID_PARAMETER: no such process
-        return True
+        try:  # a process that has ended is there as long as anyone has a handle of it
+            return _winapi.WaitForSingleObject(process, 0) != _winapi.WAIT_OBJECT_0
+        finally:
+            _winapi.CloseHandle(process)
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # OverflowError: no process can have this number

@@ -641,7 +641,7 @@ async def main():
     at_launch = interrupt if sys.argv[2] == "load" else None
     async with frameshard.launch(sys.argv[1], device="cpu", n_ctx=256, on_loading=at_launch) as client:
         client.on_loading = interrupt
-        os.kill((await client.stats()).broker.engine_pid, signal.SIGKILL)
+        os.kill((await client.stats()).broker.engine_pid, getattr(signal, "SIGKILL", signal.SIGTERM))
         await trio.sleep_forever()
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
