@@ -14,16 +14,21 @@ import dataclasses
 import enum
 import inspect
 import json
+import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal, NamedTuple, Union
 
 from frameshard.errors import BadArgument
 from frameshard.wire import messages as m
 
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_LISTS, _MAPS = (list, Sequence), (dict, Mapping)
+_REQUIRED = {getattr(typing, "Required", None): True, getattr(typing, "NotRequired", None): False}  # not in Python 3.10
+_MAX_VALUE_CHARS = 100  # of a value in an error
 
 Schema = dict[str, Any]
 
@@ -48,10 +53,11 @@ class Tool:
         return self._function(*args, **kwargs)
 
     def run(self, call: m.ToolCall) -> Any:
-        """Calls the function with the arguments of a call, converted to its parameters' types.
+        """Calls the function with the arguments of a call, converted to its parameters' types. Of a union, an argument
+        becomes the first type that it fits.
 
-        :raises BadArgument: the call is for another tool, the tool has no function, or Python cannot read the
-            arguments, such as an integer of more than 4,300 digits.
+        :raises BadArgument: the call is for another tool; the tool has no function; Python cannot read the arguments,
+            such as an integer of more than 4,300 digits; or they do not fit the function's parameters.
         """
         if call.name != self.name:
             raise BadArgument(f"a call of {call.name!r} is no call of {self.name!r}", field="name")
@@ -59,11 +65,22 @@ class Tool:
         hints = _hints(function)
         try:
             given = json.loads(call.arguments)
-        except ValueError as error:
-            raise BadArgument(
-                f"the arguments of the call of {call.name!r} cannot be read: {error}", field="arguments"
-            ) from None
+        except (ValueError, RecursionError) as error:
+            raise self._misfit(f"cannot be read: {error}") from None
+        if not isinstance(given, dict):
+            raise self._misfit("are no JSON object")
+        try:
+            _signature(function, follow_wrapped=False).bind(**given)
+        except TypeError as error:
+            raise self._misfit(f"do not fit its function: {error}") from None
+        for name, value in given.items():
+            if not _fits(value, hints.get(name, Any)):
+                shown = repr(value)[:_MAX_VALUE_CHARS]
+                raise self._misfit(f"do not fit its function: {name} is {shown}, which is no {_named(hints[name])}")
         return function(**{name: _converted(value, hints.get(name, Any)) for name, value in given.items()})
+
+    def _misfit(self, why: str) -> BadArgument:
+        return BadArgument(f"the arguments of the call of {self.name!r} {why}", field="arguments")
 
     @property
     def _function(self) -> Callable[..., Any]:
@@ -80,17 +97,22 @@ class Tool:
 def tool(function: Callable[..., Any]) -> Tool:
     """Makes a tool of a function. Its name and its docstring become those of the tool, and the hints of its parameters
     the schema: str, int, float, bool, None, list, dict with names, Literal, Enum, Optional and unions, dataclasses and
-    TypedDict.
+    TypedDict. A method is made a tool by its object: ``tool(shop.price)``.
 
-    :raises BadArgument: a parameter has no hint, or one that has no schema: a type that has its own type in it, or a
-        choice of values that JSON does not give back, has none.
+    :raises BadArgument: it is no function; or a parameter has no hint, or one that has no schema: a type that has its
+        own type in it, or a choice of no values, or of values that JSON does not give back, has none.
     """
     hints = _hints(function)
     properties: Schema = {}
     required: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in _signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise BadArgument(f"{function.__name__}: {name} must be a parameter with a name of its own", field=name)
+        if name not in hints and name in ("self", "cls"):
+            raise BadArgument(
+                f"{function.__name__}: make a tool of the method of an object, such as frameshard.tool(shop.price)",
+                field=name,
+            )
         if name not in hints:
             raise BadArgument(f"{function.__name__}: give the parameter {name} a type, such as {name}: str", field=name)
         properties[name] = _schema(hints[name], f"{function.__name__}: {name}")
@@ -101,10 +123,36 @@ def tool(function: Callable[..., Any]) -> Tool:
 
 
 def _hints(function: Any) -> dict[str, Any]:
+    """The hints of a function or a class.
+
+    :raises BadArgument: it is neither, or a type in them is not known.
+    """
+    if not (callable(function) and hasattr(function, "__name__")):  # such as a partial function
+        raise _no_function(function)
     try:
         return typing.get_type_hints(function, include_extras=False)
-    except NameError as error:
-        raise BadArgument(f"{getattr(function, '__name__', function)}: a type is not known: {error}") from None
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise BadArgument(f"{function.__name__}: a type is not known: {error}") from None
+
+
+def _signature(function: Any, *, follow_wrapped: bool = True) -> inspect.Signature:
+    """The parameters of a function or a class.
+
+    :param follow_wrapped: those of the function that a decorator has wrapped, which has the hints.
+    :raises BadArgument: they cannot be known, such as those of ``dict``.
+    """
+    try:
+        return inspect.signature(function, follow_wrapped=follow_wrapped)
+    except (TypeError, ValueError):
+        raise _no_function(function) from None
+
+
+def _no_function(function: Any) -> BadArgument:
+    return BadArgument(f"{function!r} has no parameters with types: wrap it in a function", field="function")
+
+
+def _named(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
 def _schema(hint: Any, where: str, within: tuple[Any, ...] = ()) -> Schema:
@@ -113,24 +161,27 @@ def _schema(hint: Any, where: str, within: tuple[Any, ...] = ()) -> Schema:
     :param within: the dataclasses and TypedDicts that it is a part of.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    kind = origin or hint
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _choice([member.value for member in hint], where)
-    if hint in _SIMPLE:
-        return {"type": _SIMPLE[hint]}
     if origin is Literal:
         return _choice(list(args), where)
+    if hint in _SIMPLE:
+        return {"type": _SIMPLE[hint]}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_schema(arg, where, within) for arg in args]}
-    if origin in (list, Sequence) or hint is list:
+    if kind in _LISTS:
         return {"type": "array", **({"items": _schema(args[0], where, within)} if args else {})}
-    if (origin in (dict, Mapping) and args[0] is str) or hint is dict:
+    if kind in _MAPS and (not args or args[0] is str):
         return {"type": "object", "additionalProperties": _schema(args[1], where, within) if args else True}
-    if dataclasses.is_dataclass(hint) or typing.is_typeddict(hint):
+    if _is_record(hint):
         return _record(hint, where, within)
     raise BadArgument(f"{where}: no JSON schema for the type {getattr(hint, '__name__', hint)}", field=where)
 
 
 def _choice(values: list[Any], where: str) -> Schema:
+    if not values:
+        raise BadArgument(f"{where}: an Enum without members leaves nothing to choose: give it some", field=where)
     for value in values:
         try:
             same = json.loads(json.dumps(value, allow_nan=False)) == value
@@ -150,46 +201,93 @@ def _record(cls: Any, where: str, within: tuple[Any, ...]) -> Schema:
             "may refer to itself with $ref",
             field=where,
         )
+    fields = _fields(cls)
+    return {
+        "type": "object",
+        "properties": {name: _schema(each.hint, f"{where}.{name}", (*within, cls)) for name, each in fields.items()},
+        "required": [name for name, each in fields.items() if each.required],
+        "additionalProperties": False,
+    }
+
+
+def _is_record(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)
+
+
+class _Field(NamedTuple):
+    hint: Any
+    required: bool
+
+
+def _fields(cls: Any) -> dict[str, _Field]:
+    """What a value of a dataclass or TypedDict is made from."""
     hints = _hints(cls)
     if dataclasses.is_dataclass(cls):
-        without = (dataclasses.MISSING, dataclasses.MISSING)
-        required = [each.name for each in dataclasses.fields(cls) if (each.default, each.default_factory) == without]
-    else:
-        required = sorted(cls.__required_keys__)
-    properties = {name: _schema(hint, f"{where}.{name}", (*within, cls)) for name, hint in hints.items()}
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        parameters = _signature(cls).parameters.values()
+        return {each.name: _Field(hints.get(each.name, Any), each.default is each.empty) for each in parameters}
+    # `__required_keys__` knows no marks in a module in which hints are texts.
+    marked = typing.get_type_hints(cls, include_extras=True)
+    return {name: _Field(hint, _required(marked[name], name in cls.__required_keys__)) for name, hint in hints.items()}
 
 
-def _converted(value: Any, hint: Any) -> Any:
-    """A value from JSON as a value of a type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        fitting = [arg for arg in args if _fits(value, arg)]
-        return _converted(value, fitting[0]) if fitting else value
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(value)
-    if isinstance(value, list) and args:
-        return [_converted(item, args[0]) for item in value]
-    if isinstance(value, dict) and (dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)):
-        hints = typing.get_type_hints(hint)
-        return typing.cast(Any, hint)(**{name: _converted(item, hints[name]) for name, item in value.items()})
-    if isinstance(value, dict) and origin in (dict, Mapping):
-        return {name: _converted(item, args[1]) for name, item in value.items()}
-    return float(value) if hint is float else value
+def _required(hint: Any, otherwise: bool) -> bool:
+    """Whether a field of a TypedDict is required, by its mark."""
+    while args := typing.get_args(hint):
+        origin = typing.get_origin(hint)
+        if origin in _REQUIRED:
+            return _REQUIRED[origin]
+        hint = args[0]  # the mark may stand in Annotated
+    return otherwise
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON may be meant for a type of a union."""
+    """Whether a value from JSON can become a value of a type. A type without a schema takes any value."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    kind = origin or hint
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return value in [member.value for member in hint]
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return value.keys() <= {each.name for each in dataclasses.fields(hint)}
-    origin = typing.get_origin(hint) or hint
+        return any(_same(value, member.value) for member in hint)
     if origin is Literal:
-        return value in typing.get_args(hint)
-    if origin is float:
-        return type(value) in (int, float)
-    kinds = {Sequence: list, Mapping: dict}
-    if typing.is_typeddict(origin):
-        return isinstance(value, dict)
-    return type(value) is kinds.get(origin, origin)
+        return any(_same(value, each) for each in args)
+    if kind in _LISTS:
+        return isinstance(value, list) and (not args or all(_fits(item, args[0]) for item in value))
+    if kind in _MAPS:
+        return isinstance(value, dict) and (not args or all(_fits(item, args[1]) for item in value.values()))
+    if _is_record(hint):
+        fields = _fields(hint)
+        needed = {name for name, each in fields.items() if each.required}
+        named = isinstance(value, dict) and needed <= value.keys() <= fields.keys()
+        return named and all(_fits(item, fields[name].hint) for name, item in value.items())
+    if hint in (int, float):
+        return _is_number(value, hint)
+    return hint not in _SIMPLE or type(value) is hint
+
+
+def _is_number(value: Any, hint: type[int | float]) -> bool:
+    """A whole number may be written as 3.0, and a number may be too large for Python."""
+    if type(value) is int:
+        return hint is int or abs(value) <= sys.float_info.max
+    return type(value) is float and math.isfinite(value) and (hint is float or value.is_integer())
+
+
+def _same(value: Any, choice: Any) -> bool:
+    """In Python, True equals 1."""
+    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    """A value from JSON, which fits a type, as a value of it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _converted(value, next(arg for arg in args if _fits(value, arg)))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if isinstance(value, list) and origin in _LISTS and args:
+        return [_converted(item, args[0]) for item in value]
+    if isinstance(value, dict) and _is_record(hint):
+        fields = _fields(hint)
+        return typing.cast(Any, hint)(**{name: _converted(item, fields[name].hint) for name, item in value.items()})
+    if isinstance(value, dict) and origin in _MAPS and args:
+        return {name: _converted(item, args[1]) for name, item in value.items()}
+    return hint(value) if hint in (int, float) else value

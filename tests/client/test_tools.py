@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +125,208 @@ def test_what_has_no_schema_is_refused_at_once() -> None:
             tool(function)
 
 
+def call(name: str, arguments: str) -> ToolCall:
+    return ToolCall("a", name, arguments)
+
+
+@dataclass
+class Attack:
+    kind: Literal["attack"]
+    target: str
+
+
+@dataclass
+class Heal:
+    kind: Literal["heal"]
+    target: str
+
+
+@dataclass
+class ById:
+    who: int
+
+
+@dataclass
+class ByName:
+    who: str
+
+
+@dataclass
+class Party:
+    members: list[ById] | list[ByName]
+
+
+@dataclass
+class Alone:
+    leader: str
+    members: list[ById] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        (Attack | Heal, {"kind": "heal", "target": "x"}, Heal("heal", "x")),
+        (ById | ByName, {"who": "Mira"}, ByName("Mira")),
+        (list[Attack] | list[Heal], [{"kind": "heal", "target": "x"}], [Heal("heal", "x")]),
+        (dict[str, Heal] | Attack, {"kind": "attack", "target": "x"}, Attack("attack", "x")),
+        (dict[str, ById] | dict[str, ByName], {"a": {"who": "Mira"}}, {"a": ByName("Mira")}),
+        (Alone | Party, {"members": [{"who": "Mira"}]}, Party([ByName("Mira")])),
+        (Alone | Place, {"x": 1}, {"x": 1.0}),
+        (Alone | dict, {"leader": "Mira", "age": 5}, {"leader": "Mira", "age": 5}),
+        (Literal[1] | bool, True, True),
+        (Literal[1, "1"] | float, 1.5, 1.5),
+        (list[int] | list[float], [1, 2.5], [1.0, 2.5]),
+        (Mood | str, "glad", "glad"),
+    ],
+)
+def test_of_a_union_the_function_gets_the_type_that_fits(kind: Any, value: object, expected: object) -> None:
+    def take(it) -> Any:  # type: ignore[no-untyped-def]
+        return it
+
+    take.__annotations__["it"] = kind
+    taker = tool(take)
+    jsonschema.validate({"it": value}, taker.schema)
+    given = taker.run(call("take", json.dumps({"it": value})))
+    assert (given, repr(given)) == (expected, repr(expected))
+
+
+class Base(TypedDict):
+    a: int
+    b: typing.NotRequired[int]
+
+
+class Derived(Base, total=False):
+    c: typing.Annotated[typing.Required[float], "in metres"]
+    d: float
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no NotRequired")
+def test_marks_of_a_typed_dict_count_in_a_module_whose_hints_are_texts() -> None:
+    def place(where: Derived) -> Derived:
+        return where
+
+    placer = tool(place)
+    assert isinstance(placer.schema, dict)
+    assert sorted(placer.schema["properties"]["where"]["required"]) == ["a", "c"]
+    assert placer.run(call("place", '{"where": {"a": 1, "c": 2}}')) == {"a": 1, "c": 2.0}
+
+
+@dataclass
+class Counted:
+    x: int
+    made: typing.ClassVar[int] = 0
+    double: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.double = 2 * self.x
+
+
+def test_a_dataclass_is_made_from_what_its_constructor_takes() -> None:
+    def count(it: Counted) -> int:
+        return it.double
+
+    counter = tool(count)
+    assert isinstance(counter.schema, dict)
+    assert counter.schema["properties"]["it"]["properties"] == {"x": {"type": "integer"}}
+    assert counter.run(call("count", '{"it": {"x": 4}}')) == 8
+
+
+def test_maps_may_leave_the_types_of_their_values_open() -> None:
+    def note(a: typing.Dict, b: typing.Mapping, c: Optional[typing.Dict] = None) -> Any:  # noqa: UP006, UP045
+        return a, b, c
+
+    noter = tool(note)
+    assert isinstance(noter.schema, dict)
+    assert noter.schema["properties"]["a"] == {"type": "object", "additionalProperties": True}
+    assert noter.run(call("note", '{"a": {"x": 1}, "b": {}, "c": {"y": [2]}}')) == ({"x": 1}, {}, {"y": [2]})
+
+
+class Shop:
+    def __init__(self, gold: int) -> None:
+        self.gold = gold
+
+    def price(self, item: str) -> str:
+        """What an item costs."""
+        return f"{self.gold} for {item}"
+
+    def __call__(self, item: str) -> None:
+        pass
+
+
+def test_the_method_of_an_object_is_a_tool_and_that_of_a_class_is_none() -> None:
+    priced = tool(Shop(5).price)
+    assert (priced.name, priced.description) == ("price", "What an item costs.")
+    assert priced.run(call("price", '{"item": "ale"}')) == "5 for ale"
+    with pytest.raises(BadArgument, match="make a tool of the method of an object"):
+        tool(Shop.price)
+
+
+def test_a_decorator_may_give_a_function_more_arguments() -> None:
+    def with_shop(function: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(function)
+        def wrapped(**arguments: Any) -> str:
+            return function(Shop(5), **arguments)
+
+        return wrapped
+
+    @with_shop
+    def visit(shop: Shop, item: Item) -> str:
+        return f"{shop.gold} for {item.name}"
+
+    schema = {"type": "object", "properties": {"item": {"type": "object"}}, "required": ["item"]}
+    assert Tool("visit", "", schema, visit).run(call("visit", '{"item": {"name": "ale"}}')) == "5 for ale"
+
+
+@pytest.mark.parametrize("what", [functools.partial(Shop(5).price, "ale"), Shop(5), dict, classmethod(print)])
+def test_what_is_no_function_is_refused_at_once(what: Any) -> None:
+    with pytest.raises(BadArgument, match="wrap it in a function"):
+        tool(what)
+
+
+def test_a_type_that_is_not_known_is_refused_at_once() -> None:
+    def go(where: typing.Place) -> None:  # type: ignore[name-defined]
+        pass
+
+    with pytest.raises(BadArgument, match=r"go: a type is not known: .*Place"):
+        tool(go)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("[1]", "no JSON object"),
+        ('"x"', "no JSON object"),
+        ("[" * 30_000 + "]" * 30_000, "cannot be read"),
+        ("{}", "missing a required argument: 'count'"),
+        ('{"count": 1, "colour": 2}', "unexpected keyword argument 'colour'"),
+        ('{"count": 3.5}', "count is 3.5, which is no int"),
+        ('{"count": 1e400}', "count is inf, which is no int"),
+        ('{"count": true}', "count is True, which is no int"),
+        ('{"count": 1, "share": 1e400}', "share is inf, which is no float"),
+        ('{"count": 1, "share": 1' + "0" * 400 + "}", "which is no float"),
+        ('{"count": 1, "mood": "glad"}', "mood is 'glad', which is no Mood"),
+        ('{"count": 1, "item": {"count": 2}}', "which is no Item"),
+        ('{"count": 1, "item": {"name": "x", "colour": 2}}', "which is no Item"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_function_are_refused(arguments: str, why: str) -> None:
+    with pytest.raises(BadArgument, match=why) as refused:
+        weigh.run(call("weigh", arguments))
+    assert refused.value.detail["field"] == "arguments"
+    assert len(str(refused.value)) < 300
+
+
+@tool
+def weigh(count: int, share: float = 1.0, mood: Mood = Mood.CALM, item: Item = Item("axe")) -> Any:  # noqa: B008
+    """Weighs something."""
+    return count, share, mood, item
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    count, share, *_ = weigh.run(call("weigh", '{"count": 3.0, "share": 2}'))
+    assert (repr(count), repr(share)) == ("3", "2.0")
+
+
 @dataclass
 class Node:
     name: str
@@ -130,6 +335,10 @@ class Node:
 
 class Tree(TypedDict):
     kids: list[Tree]
+
+
+class Nobody(enum.Enum):
+    pass
 
 
 class Corner(enum.Enum):
@@ -144,6 +353,7 @@ class Corner(enum.Enum):
         (list[Tree], "Tree has values of its own type"),
         (Corner, r"does not give back the value \(1, 2\)"),
         (Literal["a", b"b"], "does not give back the value b'b'"),
+        (Nobody, "an Enum without members"),
     ],
 )
 def test_a_type_without_a_schema_is_refused_at_once(kind: Any, why: str) -> None:
