@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,27 @@ def test_the_syntax_is_that_of_the_template(name: str) -> None:
     template.close()
     assert syntax == SYNTAXES[name]
     assert syntax.trigger == TRIGGERS.get(name, "<tool_call>")
+
+
+@pytest.mark.parametrize("first", ["a1B2c3D4e", "1", "call_abc12", "call-with-a-long-id-of-another-server", "ä" * 9])
+def test_a_history_may_have_call_ids_of_any_form(first: str) -> None:
+    """Templates of Mistral accept only nine letters and digits."""
+    template = ChatTemplate(tool_templates.MISTRAL, bos="<s>", eos="</s>")
+    messages = [
+        ChatMessage("user", "What is ale?"),
+        ChatMessage("assistant", "", (ToolCall(first, "price", "{}"), ToolCall("call_xyz", "look", "{}"))),
+        ChatMessage("tool", "2 gold", tool_call_id=first),
+        ChatMessage("tool", "dark", tool_call_id="call_xyz"),
+    ]
+    told, _ = chat(messages, [], SYNTAXES["MISTRAL"], str)
+    assert told == chat(messages, [], SYNTAXES["MISTRAL"], str)[0]
+    shown = template.render(told, {"tools": None})
+    template.close()
+    called = re.findall(r'"id": "([a-zA-Z0-9]{9})"', shown)
+    assert len(set(called)) == 2
+    assert re.findall(r'"call_id": "(.*?)"', shown) == called
+    if first == "a1B2c3D4e":
+        assert called[0] == first
 
 
 def test_calls_that_cannot_follow_a_thought_are_not_used() -> None:

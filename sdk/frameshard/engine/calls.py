@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from frameshard.errors import BadArgument
 from frameshard.text import held_back
 from frameshard.wire import codec
 from frameshard.wire import messages as m
-from frameshard.wire.toolchecks import CALL_ID_CHARS, CALL_ID_LENGTH, MAX_DEPTH, too_deep
+from frameshard.wire.toolchecks import MAX_DEPTH, call_id_of, too_deep
 
 MAX_ARGUMENTS_BYTES = codec.CLIENT.string
 """The most bytes of one call's arguments, which are one string of the protocol."""
@@ -129,6 +128,4 @@ class CallReader:
 
 def call_id(seed: int, n_prompt: int, number: int) -> str:
     """Returns the id of a call. A job that is resumed gives the same ids again."""
-    value = int.from_bytes(hashlib.sha256(f"{seed}/{n_prompt}/{number}".encode()).digest()[:8], "big")
-    n_chars = len(CALL_ID_CHARS)
-    return "".join(CALL_ID_CHARS[value // n_chars**i % n_chars] for i in range(CALL_ID_LENGTH))
+    return call_id_of(f"{seed}/{n_prompt}/{number}")

@@ -19,7 +19,7 @@ from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.forms import Form
 from frameshard.errors import BadArgument, Unsupported
 from frameshard.wire import messages as m
-from frameshard.wire.toolchecks import check_message, schema_of
+from frameshard.wire.toolchecks import CALL_ID_LENGTH, call_id_of, check_message, schema_of
 
 _MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # a mark with which calls may begin, such as <tool_call>
 _WORD_MARK = r"<[^<>\s]+>|\[[^\[\]\s]+\]"  # a mark that is one word
@@ -138,7 +138,7 @@ def chat(
             rendered.append({"role": message.role, "content": content})
         elif syntax.native and message.role == "tool":
             call_id = message.tool_call_id
-            rendered.append(_result(apart(call_id), names[call_id], content))
+            rendered.append(_result(_shown_id(call_id), names[call_id], content))
         elif syntax.native:
             rendered.append({"role": message.role, "content": content, "tool_calls": _calls(message, syntax, apart)})
         elif message.role == "tool":
@@ -188,7 +188,14 @@ def _calls(message: m.ChatMessage, syntax: CallSyntax, apart: Callable[[str], st
                 ) from None
         return apart(text.strip()[1:-1] if syntax.braces else text)
 
-    return [_call(apart(call.id), call.name, arguments(call.arguments)) for call in message.tool_calls]
+    return [_call(_shown_id(call.id), call.name, arguments(call.arguments)) for call in message.tool_calls]
+
+
+def _shown_id(call_id: str) -> str:
+    """The id of a call in a prompt. Programs and other servers may make ids of any form, and templates of Mistral
+    accept only ones like ours."""
+    is_like_ours = len(call_id) == CALL_ID_LENGTH and call_id.isascii() and call_id.isalnum()
+    return call_id if is_like_ours else call_id_of(call_id)
 
 
 def _call(call_id: str, name: str, arguments: object) -> Message:

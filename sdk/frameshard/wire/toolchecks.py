@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,13 @@ _NESTING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def call_id_of(text: str) -> str:
+    """The id of a call that belongs to a text: the same for the same text."""
+    value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    n_chars = len(CALL_ID_CHARS)
+    return "".join(CALL_ID_CHARS[value // n_chars**i % n_chars] for i in range(CALL_ID_LENGTH))
 
 
 def check(tools: Sequence[m.Tool], choice: str) -> None:
