@@ -231,7 +231,9 @@ def test_answers_fit_the_grammar(tiny: EngineProcess) -> None:
     ("form", "field", "why"),
     [
         ({"regex": "(("}, "regex", "unclosed group"),
-        ({"regex": "ends in \\"}, "regex", ""),
+        ({"regex": "ends in \\"}, "regex", "regex: a backslash at the end"),
+        ({"regex": "\\"}, "regex", "regex: a backslash at the end"),
+        ({"regex": "a\\\\\\\nb"}, "regex", "regex: a backslash at the end or before a line break"),
         ({"regex": "[^\\s\\S]"}, "regex", ""),
         ({"choices": [str(i) * 2000 for i in range(10, 30)]}, "choices", f"more than {MAX_BYTES} bytes"),
         ({"regex": "(a"}, "regex", "regex: invalid regex"),

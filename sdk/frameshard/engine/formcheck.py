@@ -32,6 +32,7 @@ _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 _OPTIONS_LINE = '\n%llguidance {"no_forcing": true}\n'
 
 _SLASH = re.compile(r"\\.|/", re.DOTALL)  # finds a slash, and skips characters that are already escaped
+_LONE_BACKSLASH = re.compile(r"(?:[^\\]|\\[^\n])*\\(?:\n|\Z)")  # llguidance names only a place in our grammar
 _OPTIONS = re.compile(r"^\s*%llguidance", re.MULTILINE)
 
 _OURS = re.compile(r"(\n *\d+ \| *)*\n *\d+ \| %llguidance .*", re.DOTALL)  # the options in an error
@@ -70,6 +71,9 @@ class Worker:
             case "tools":
                 return self._tools(json.loads(text))
             case "regex":
+                if _LONE_BACKSLASH.match(text):
+                    why = "a backslash at the end or before a line break escapes nothing"
+                    return _refused(f"{why}: write \\\\ for a backslash, \\n for a line break")
                 escaped = _SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], text)
                 checked = self._checked(f"start: /{escaped}/")
                 return _refused(_PLACE.sub("", checked["reason"])) if "reason" in checked else checked
