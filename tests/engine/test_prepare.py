@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_models
+from frameshard.engine.job import Job
+from frameshard.engine.prepare import Preparation
 from frameshard.engine.runtime import Runtime
 from frameshard.engine.tokenizer import LONG_TEXT_CHARS
-from frameshard.wire.engine import EngineConfig
+from frameshard.errors import BadArgument
+from frameshard.wire import messages as m
+from frameshard.wire.engine import EngineConfig, Submit
 
 # It takes a second of CPU time if the message asks for it.
 SLOW_TEMPLATE = (
@@ -82,6 +88,42 @@ def test_short_requests_do_not_wait_for_long_ones(child: EngineProcess) -> None:
         if event["ev"] in ("done", "failed") and event["job"] in (short, *long):
             order.append(event["job"])
     assert order == [short, *long]
+
+
+MUCH = "x" * (1 << 14)
+HELLO = m.ChatMessage("user", "Hello.")
+CALLED = m.ChatMessage("assistant", "", (m.ToolCall("call00001", "look", "{}"), m.ToolCall("call00002", "look", MUCH)))
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"messages": (HELLO, m.ChatMessage("user", MUCH))},
+        {"messages": (HELLO, CALLED)},
+        {"messages": (HELLO,), "given": MUCH + "x"},
+        {"messages": (HELLO,), "tools": (m.Tool("look", MUCH),)},
+        {"messages": (HELLO,), "tools": (m.Tool("look", "", MUCH),)},
+        {"messages": (HELLO,), "sampling": m.Sampling(lark=MUCH)},
+    ],
+)
+def test_each_text_of_a_request_counts(long: dict[str, Any]) -> None:
+    """A short request is delivered while the long one before it is still read."""
+    delivered: queue.SimpleQueue[int] = queue.SimpleQueue()
+    released = threading.Event()
+
+    def read(request: Submit) -> Job:
+        if request.job == 1:
+            released.wait()
+        raise BadArgument("not needed")
+
+    preparation = Preparation(read, lambda number, _: delivered.put(number))
+    preparation.submit(Submit(**{"job": 1, "kind": "chat", "sampling": m.Sampling(), **long}))
+    preparation.submit(Submit(2, "chat", m.Sampling(), (HELLO,)))
+    try:
+        assert delivered.get(timeout=60) == 2
+    finally:
+        released.set()
+        assert preparation.close(60)
 
 
 def test_jobs_of_one_conversation_keep_their_order(child: EngineProcess) -> None:

@@ -146,6 +146,7 @@ class Preparation:
 def _is_short(request: Submit) -> bool:
     sampling = request.sampling
     forms = sampling.json_schema, sampling.regex, sampling.lark, *sampling.choices
-    texts = request.prompt, *(message.content for message in request.messages)
-    schemas = (tool.schema for tool in request.tools)
-    return not request.images and sum(map(len, (*texts, *forms, *schemas))) <= SHORT_CHARS
+    texts = request.prompt, request.given, *(message.content for message in request.messages)
+    calls = (call.arguments for message in request.messages for call in message.tool_calls)
+    tools = (text for tool in request.tools for text in (tool.description, tool.schema))
+    return not request.images and sum(map(len, (*texts, *forms, *calls, *tools))) <= SHORT_CHARS
