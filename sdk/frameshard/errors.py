@@ -162,7 +162,8 @@ class JobCancelled(FrameshardError):
 
 
 class DownloadFailed(FrameshardError):
-    """A file could not be downloaded, or its hash is wrong. No partial file is left behind."""
+    """A file could not be downloaded, or its hash is wrong. What was fetched stays, under another name, if the
+    next fetch can go on from there."""
 
     code, name, retriable = 41, "download_failed", True
 
