@@ -49,6 +49,12 @@ TABLE = [
     "She has a Ph.D. in law. |A Ph.D. |Good.|",
     "А. С. Пушкин родился в Москве. |Это я. |Т.е. он.|",
     "Le roi M. Dupont et Mme. Durand. |Oui.|",
+    "Ca. 50 Gäste kamen. |Vgl. Kapitel 3. |Bzw. Kapitel 4. |Ja.|",
+    "Approx. 50 guests. |Cf. Reed. |Vs. Reed.|",
+    "Oct. 31 is near. |Come on Jan. 5 or Sept. 6. |It was Oct. |We left in Dec. |Then came Jan.|",
+    "Проф. Иванов пришёл. |См. Главу 3. |Это акад. Павлов.|",
+    "La Dra. Silva y el Sig. Rossi. |Dra. Silva vino. |Vive en la Núm. 5. |Es para Ud. |Gracias.|",
+    "An artist sold art. |No. |We drew a fig. |Then we left.|",
     # numbers, names with dots
     "It costs 3.14 gold, or 1.000 at 10:30. |Or 1,000.|",
     "In 1984. |It was 42. |Then 7.|",
@@ -77,6 +83,14 @@ TABLE = [
     "1.苹果\n|2.梨\n|",
     "안녕하세요. |반갑습니다!|그래요?|",
     "嗯...好吧。|等等…好。|",
+    "日本語です．|次です．|「はい．」|これは３．１４です．|",
+    "すごい‼|本当⁉|はい|",
+    "Stop‼ |now. |Really⁉ |Yes⁈ |What⁇|",
+    # Armenian, Ethiopic, Khmer, Myanmar
+    "Բարև։ |«Ինչպես ես։» |Լավ։|",
+    "ሰላም። |እንዴት ነህ፧ |ደህና።|እሺ።|",
+    "ខ្ញុំ។ |អ្នក៕ |បាទ|",
+    "မင်္ဂလာပါ။ |နေကောင်းလား။|",
     # Devanagari
     "नमस्ते। |आप कैसे हैं? |ठीक हूँ।|",
     "डॉ. शर्मा आए। |“चलो।” |राम ने कहा॥|",
@@ -130,7 +144,7 @@ def test_sentences_of_many_scripts(marked: str) -> None:
 
 PARTS = st.sampled_from(
     [
-        *".!?…。！？।॥؟۔",
+        *".!?…。！？।॥؟۔．‼։",
         *"\"'”’»«)」』*“„(",
         *" \n\t\u00a0",
         *"aZI5",

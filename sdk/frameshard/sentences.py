@@ -8,9 +8,10 @@ be marked, and up to three quotes, brackets, dashes or spaces in front of the ne
 The rules, in the order in which they are asked:
 
 - A line break after text ends a sentence. White space behind an end belongs to the sentence before it.
-- ``。！？`` ``।॥`` ``؟۔`` end a sentence, and closing quotes and brackets that follow belong to it.
-- ``. ! ? …`` end one if white space follows, behind closing quotes and brackets. So numbers and names such as
-  ``example.com`` go on. Chinese, Japanese and Korean text may follow at once.
+- ``。！？`` ``।॥`` ``؟۔`` ``։`` ``።፧`` ``។៕`` ``။`` end a sentence, and closing quotes and brackets that follow belong
+  to it.
+- ``. ! ? …``, the wide dot ``．`` and ``‼⁇⁈⁉`` end one if white space follows, behind closing quotes and brackets. So
+  numbers and names such as ``example.com`` go on. Chinese, Japanese and Korean text may follow at once.
 - A dot does not end one after an abbreviation, an initial, or the number of an item of a list.
 - A small letter that follows goes on with the sentence, except behind a bare ``!`` or ``?``.
 
@@ -33,24 +34,26 @@ TAIL = 16
 """Characters before a dot that are remembered; no abbreviation is longer."""
 
 LINE_BREAKS = "\n\u2028\u2029"
-DOTS = "."
+DOTS = ".\uff0e"
 ELLIPSES = "\u2026"
-CRIES = "!?"
-FULL_STOPS = "\u3002\uff01\uff1f\uff61\u0964\u0965\u061f\u06d4"
-"""Of scripts in which they are nothing else: Chinese and Japanese, Devanagari, Arabic."""
+CRIES = "!?\u203c\u2047\u2048\u2049"
+FULL_STOPS = "\u3002\uff01\uff1f\uff61\u0964\u0965\u061f\u06d4\u0589\u1362\u1367\u17d4\u17d5\u104b"
+"""Of scripts in which they are nothing else: Chinese and Japanese, Devanagari, Arabic, Armenian, Ethiopic, Khmer,
+Myanmar."""
 
 CLOSERS = "\"'*_~`"
 OPENERS = "\"'*_~`\u00bf\u00a1"
 
 BEFORE_NAMES = frozenset(
-    """Mr Mrs Ms Mx Dr Prof Rev Fr Br Sr Sra Srta Hr Hrn St Ste Mt Ft Capt Cpt Cmdr Sgt Cpl Pvt Lt Maj Col Gen Adm Gov
-    Sen Rep Pres Hon Messrs Mme Mlle Dipl Ing vs viz cf eg ie ca approx bzw vgl evtl ggf sog inkl zzgl
-    напр см ул डॉ श्री पं د""".split()
+    """Mr Mrs Ms Mx Dr Dra Prof Rev Fr Br Sr Sra Srta Sres Sig Dott Hr Hrn St Ste Sta Sto Mt Ft Capt Cpt Cmdr Sgt
+    Cpl Pvt Lt Maj Col Gen Adm Gov Sen Rep Pres Hon Messrs Mme Mlle Dipl Ing vs viz cf eg ie ca approx bzw vgl evtl ggf
+    sog inkl zzgl напр см ул проф акад доц डॉ श्री पं د""".split()
 )
-"""Behind these a dot ends no sentence."""
+"""Behind these a dot ends no sentence. Those that begin with a small letter may begin a sentence, with a capital."""
 
 BEFORE_NUMBERS = frozenset(
-    "No no Nos nos Nr nr Vol vol Bd Fig fig Abb Tab Art art Abs Ch ch Kap Sec sec Eq eq p P pp S n № кн стр".split()
+    """no nos nr núm vol Bd fig Abb Tab art Abs ch Kap sec eq p pp pág S n № кн стр Jan Feb Mar Apr Jun Jul Aug Sep Sept
+    Oct Okt Nov Dec Dez""".split()
 )
 """Behind these it does not if a digit follows."""
 
@@ -258,8 +261,9 @@ class Splitter:
         if len(words) == 1 and self._n_characters > TAIL:
             return False  # it is longer than any
         word = words[-1].lstrip("([{\"'“‘„‚«»*_~`¿¡-–—/")
-        self._numbers = word in BEFORE_NUMBERS
-        if word in BEFORE_NAMES:
+        spellings = {word, word[:1].lower() + word[1:]}
+        self._numbers = not BEFORE_NUMBERS.isdisjoint(spellings)
+        if not BEFORE_NAMES.isdisjoint(spellings):
             return True
         if _DOTTED.fullmatch(word):
             return word not in AT_ENDS
