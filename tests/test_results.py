@@ -106,6 +106,36 @@ def test_the_readme_quotes_the_files(results: ModuleType) -> None:
     assert f"from {film['full_mb']:.0f} to {film['changes'][0][2]:.0f} MiB" in " ".join(readme.split())
 
 
+def test_the_page_of_papers_quotes_the_predictions(results: ModuleType) -> None:
+    text = " ".join((REPO / "docs" / "paper.md").read_text().split())
+    systems = {each["system"]: each for each in results.read(REPO / "profiles" / "paper" / "evaluation-predicted.json")}
+
+    def beside(system: str, rates: str, figure: str) -> dict[str, Any]:
+        (row,) = (
+            row for row in systems[system]["beside_published"] if (row["rates"], row["figure"]) == (rates, figure)
+        )
+        return row
+
+    def off(figure: str) -> tuple[str, int]:
+        errors = [row["fitted"] for row in systems["cli3"]["calibration"] if row["figure"] == figure]
+        medians = sorted(round(100 * error["median"]) for error in errors)
+        return f"{medians[0]} to {medians[-1]} %", round(100 * max(error["most"] for error in errors))
+
+    (decode, most_decode), (prompts, most_prompts) = off("decode"), off("prefill")
+    assert (
+        f"the fit is off by {decode} for decoding (median; {most_decode} % at most) and {prompts} for prompts "
+        f"({most_prompts} % at most)"
+    ) in text
+    tps, e2e = (beside("cli3", "fitted", figure) for figure in ("tps", "e2e_s"))
+    assert (
+        f"would reach {tps['median']:.2f} times their tokens/s in the median of {tps['cells']} cells "
+        f"({tps['least']:.2f} to {tps['most']:.2f}), and {e2e['median']:.2f} of their end-to-end latency "
+        f"({e2e['least']:.2f} to {e2e['most']:.2f})"
+    ) in text
+    cli3, cli2, cli1 = (beside(system, "spec_sheet", "tps")["median"] for system in ("cli3", "cli2", "cli1"))
+    assert f"are {cli3:.2f}, {cli2:.2f} and {cli1:.2f} times theirs on cli3, cli2 and cli1" in text
+
+
 @pytest.mark.parametrize("printed", ['{"error": {"name": "bad_argument"}}', ""])
 def test_a_failed_command_leaves_the_results(printed: str, tmp_path: Path) -> None:
     path = tmp_path / "machine" / "states-test.json"
