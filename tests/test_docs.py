@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).parents[1]
-DOCUMENTS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), *sorted((REPO / "profiles").glob("*.md"))]
+DOCUMENTS = [
+    REPO / "README.md",
+    *(path for folder in ("docs", "profiles", "bindings", "samples") for path in sorted((REPO / folder).rglob("*.md"))),
+]
 MAP = REPO / "docs" / "architecture.md"
 FOLDERS = {
     "sdk/frameshard": "sdk/frameshard",
@@ -42,12 +46,27 @@ def test_paths_in_backticks_exist() -> None:
             assert list(REPO.glob(path)), f"{document.name} names {path}"
 
 
-def test_the_map_names_modules_that_exist() -> None:
-    for name, table in re.findall(r"^\*\*([\w/]+)\*\* .*\n\n((?:\|.*\n)+)", MAP.read_text(), flags=re.MULTILINE):
-        modules = re.findall(r"`([\w]+\.(?:py|cpp|\*))`", "".join(row.split("|")[1] for row in table.splitlines()))
-        assert modules, name
-        for module in modules:
-            assert list((REPO / FOLDERS[name]).glob(module)), f"the map of {name} has {module}"
+def mapped() -> dict[str, list[str]]:
+    """The modules that the map names, by the heading of their table: names, or patterns such as `ring.*`."""
+    tables = re.findall(r"^\*\*([\w/]+)\*\* .*\n\n((?:\|.*\n)+)", MAP.read_text(), flags=re.MULTILINE)
+    return {
+        name: re.findall(r"`(\w+\.(?:py|cpp|h|\*))`", "".join(row.split("|")[1] for row in table.splitlines()))
+        for name, table in tables
+    }
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_map_and_the_modules_match(name: str) -> None:
+    folder, modules = REPO / FOLDERS[name], mapped()[name]
+    assert len(modules) == len(set(modules))
+    for module in modules:
+        assert list(folder.glob(module)), f"the map of {name} has {module}"
+    files = {path.name for path in folder.iterdir() if path.suffix in (".py", ".cpp", ".h")} - {
+        "__init__.py",
+        "__main__.py",
+    }
+    missing = {file for file in files if not any(fnmatch.fnmatch(file, module) for module in modules)}
+    assert not missing, f"the map of {name} lacks {missing}"
 
 
 def test_the_readme_stays_short() -> None:
