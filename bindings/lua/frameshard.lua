@@ -752,7 +752,7 @@ local OPTIONS = {
     -- Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to use once it is
     -- active again. In MiB.
     vram_budget_mb = { "mebibytes", "vram_budget_bytes" },
-    -- A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink. In MiB.
+    -- The idle floor: a sidecar without a job for 5 s shrinks to this VRAM budget on its own; 0: it does not. In MiB.
     floor_mb = { "mebibytes", "floor_bytes" },
     -- Version of the lease. It is refused with `stale_lease` unless it is higher than the version in force; 0: never
     -- refused for its version.
@@ -1116,8 +1116,8 @@ end
 --   - `timeline`: a number that each event of the job repeats;
 --   - `window`: maximum number of events that are sent but not polled yet, 1 to 256;
 --   - `sentences`: if true, `sentence_end` of text events says where sentences end, for text to speech;
---   - `priority`: 0 for background, 1 for normal, 2 for urgent; a job pauses a running job of lower priority if all
---     places are taken, and the paused job continues later;
+--   - `priority`: 0 for background, 1 for normal, 2 for urgent; a job pauses a running job of lower priority if
+--     `n_parallel` jobs run, and the paused job continues later;
 --   - `warm_up`: if true, the prompt is only read, so that later jobs whose prompt begins with it need not read it. All
 --     other jobs go first. There is no text;
 --   - `deadline_ms`: the job fails with "deadline_missed" if it has no token after so many milliseconds; among jobs of

@@ -138,8 +138,8 @@ class JobOptions(TypedDict, total=False):
     sentences: bool
     """Deltas say where sentences end, for text to speech. By default False."""
     priority: int
-    """0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if all `n_parallel` places are
-    taken; the paused job continues later, in mode `stream_only` with the same text. By default 1."""
+    """0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if `n_parallel` jobs run; the
+    paused job continues later, in mode `stream_only` with the same text. By default 1."""
     warm_up: bool
     """The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other jobs go
     first. The job ends with `done` and has no text. By default False."""
@@ -175,8 +175,8 @@ class LeaseTerms(TypedDict, total=False):
     """`parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no VRAM is used. By
     default active."""
     floor_mb: float
-    """A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink. In MiB. By
-    default 0."""
+    """The idle floor: a sidecar without a job for 5 s shrinks to this VRAM budget on its own; 0: it does not. In MiB.
+    By default 0."""
     version: int
     """Version of the lease. It is refused with `stale_lease` unless it is higher than the version in force; 0: never
     refused for its version. By default 0."""

@@ -480,7 +480,7 @@ typedef struct fs_job_options {
                                     vision tower (fs_model.vision). NULL (default): none */
     uint32_t n_images;           /* number of `images`, at most 8 */
     uint32_t priority;           /* 0: background, 1: normal (default), 2: urgent. A job pauses a running job of lower
-                                    priority if all places are taken; the paused job gets FS_EVENT_PAUSED, and
+                                    priority if n_parallel jobs run; the paused job gets FS_EVENT_PAUSED, and
                                     FS_EVENT_RESUMED when it continues */
     uint64_t sentences;          /* 1: sentence_end of FS_EVENT_TEXT says where sentences end, for text to
                                     speech. Default 0 */
@@ -645,8 +645,8 @@ typedef struct fs_lease {
     /* Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to use once it
        is active again. */
     uint64_t vram_budget_bytes;
-    /* A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink. Default
-       0. */
+    /* The idle floor: a sidecar without a job for 5 s shrinks to this VRAM budget on its own; 0: it does not.
+       Default 0. */
     uint64_t floor_bytes;
     /* Version of the lease. It is refused with `stale_lease` unless it is higher than the version in force; 0:
        never refused for its version. Default 0. */

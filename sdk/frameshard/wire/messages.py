@@ -433,8 +433,8 @@ class Submit:
     sentences: Annotated[bool, "Deltas say where sentences end, for text to speech."] = False
     priority: Annotated[
         Priority,
-        "0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if all `n_parallel` places "
-        "are taken; the paused job continues later, in mode `stream_only` with the same text.",
+        "0: background, 1: normal, 2: urgent. A job pauses a running job of lower priority if `n_parallel` jobs run; "
+        "the paused job continues later, in mode `stream_only` with the same text.",
     ] = 1
     warm_up: Annotated[
         bool,
@@ -539,7 +539,7 @@ class BudgetSet:
         "`parked`: only the driver's context stays in VRAM. `hibernated`: the engine process ends and no VRAM is used.",
     ] = "active"
     floor_bytes: Annotated[
-        Bytes, "A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink."
+        Bytes, "The idle floor: a sidecar without a job for 5 s shrinks to this VRAM budget on its own; 0: it does not."
     ] = 0
     version: Annotated[
         Count,
@@ -1071,8 +1071,8 @@ class ToolCalled:
 
 @dataclass(frozen=True)
 class Paused:
-    """A job of higher priority has taken this job's place, or a server has broken off its answer. The job continues on
-    its own: `resumed` follows."""
+    """A job of higher priority has taken this job's sequence, or the fallback server has broken off its answer. The job
+    continues on its own: `resumed` follows."""
 
     job: Job
     seq: Seq

@@ -355,8 +355,8 @@ namespace Frameshard
         public uint? Window;
         /// <summary>The job raises <see cref="Job.OnSentence"/>, for text to speech.</summary>
         public bool Sentences;
-        /// <summary>0: background, 1: normal (default), 2: urgent. A job pauses a running job of lower priority if all
-        /// places are taken; the paused job continues later.</summary>
+        /// <summary>0: background, 1: normal (default), 2: urgent. A job pauses a running job of lower priority if
+        /// NParallel jobs run; the paused job continues later.</summary>
         public uint? Priority;
         /// <summary>The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other
         /// jobs go first. The answer is empty.</summary>
@@ -563,8 +563,8 @@ namespace Frameshard
         /// <summary>Limit for all VRAM that the sidecar uses; 0: no limit. If `State` is not `active`: the budget to
         /// use once it is active again. In MiB.</summary>
         public double VramBudgetMb;
-        /// <summary>A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink.
-        /// In MiB.</summary>
+        /// <summary>The idle floor: a sidecar without a job for 5 s shrinks to this VRAM budget on its own; 0: it does
+        /// not. In MiB.</summary>
         public double FloorMb;
         /// <summary>Version of the lease. It is refused with `stale_lease` unless it is higher than the version in
         /// force; 0: never refused for its version.</summary>

@@ -273,7 +273,7 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "1", ClampMax = "256"))
 	int32 Window = 32;
 
-	/** 0: background, 1: normal, 2: urgent. A question pauses a running one of lower priority if all places are taken;
+	/** 0: background, 1: normal, 2: urgent. A question pauses a running one of lower priority if NParallel of them run;
 	 * the paused one continues later. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "2"))
 	int32 Priority = 1;
@@ -507,7 +507,8 @@ struct FRAMESHARD_API FFrameshardLease
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	double VramBudgetMb = 0;
 
-	/** A sidecar that is idle for some time shrinks to this VRAM budget on its own; 0: it does not shrink. In MiB. */
+	/** The idle floor: a sidecar without a job for 5 s shrinks to this VRAM budget on its own; 0: it does not. In
+	 * MiB. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	double FloorMb = 0;
 
