@@ -39,7 +39,7 @@ class Arena {
     // Starts the copies of slabs up to `n_slabs` and about `max_bytes`; returns bytes. Stops where there is no VRAM, or where
     // weights cannot be read.
     size_t fill(size_t n_slabs, size_t max_bytes);
-    // Slabs whose copies were started become usable: the compute stream waits for them, the host does not.
+    // Slabs whose copies were started become usable: the compute stream waits for them, the CPU does not.
     void finish_fills();
 
     std::vector<Slab> slabs;

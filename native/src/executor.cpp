@@ -263,7 +263,7 @@ void Executor::finish_segment() {
     piece = last ? 0 : program->segments[next].piece;
 }
 
-// Whether the host waits for the compute stream before kRunAhead further segments are queued. Then an event would only cost
+// Whether the CPU waits for the compute stream before kRunAhead further segments are queued. Then an event would only cost
 // time: with ggml-vulkan recording it and waiting for it take 25 us on an H100 machine.
 bool Executor::waits_soon(const Segment &done) const {
     const size_t end = std::min(next + kRunAhead, program->segments.size());
@@ -309,7 +309,7 @@ void Executor::copy_ahead(size_t at) {
 // Starts the copies that are to run while the CPU computes a segment.
 void Executor::copy_beside(const Segment &s) {
     if (d.ring.has_thread()) {
-        d.count(d.ring.pump()); // the host has waited for the compute stream
+        d.count(d.ring.pump()); // the CPU has waited for the compute stream
     }
     owed_bytes += copies_per_byte * (double)s.bytes;
     if (owed_bytes >= 1) {

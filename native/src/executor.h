@@ -1,6 +1,6 @@
 // The executor: runs the segments of a compiled graph and keeps the ring filled ahead of use.
 //
-// The host does not wait for the copy stream, except before a paced segment, when the program changes, and on devices whose
+// The CPU does not wait for the copy stream, except before a paced segment, when the program changes, and on devices whose
 // streams share one queue (ring.h). It runs at most kRunAhead segments ahead of the compute stream, so that abort, budget and
 // pacing take effect within that many segments.
 #pragma once

@@ -1,6 +1,6 @@
 // Products of single experts' matrices with rows of activations, computed by the threads of ggml's CPU backend.
 //
-// With ggml's own operation the threads meet twice in each product of a layer's experts, and the host must have started all
+// With ggml's own operation the threads meet twice in each product of a layer's experts, and the caller must have started all
 // else before. Here all products of one input are one operation without a meeting, and the first thread, which is the caller's,
 // may have other work first: the others take its part meanwhile. Results have the same bits.
 #pragma once

@@ -161,7 +161,7 @@ struct Exchange {
     }
 };
 
-// How long the host waits for a disk before it looks for what else there is to do.
+// How long the CPU waits for a disk before it looks for what else there is to do.
 constexpr std::chrono::milliseconds kLook{2};
 
 // One run of a group: the choice is read back, missing experts are copied or left to the CPU, and both parts are started.
@@ -261,7 +261,7 @@ void GroupRun::count_use() {
     });
 }
 
-// Starts the group before the host has the choice, which is copied beside it.
+// Starts the group before the CPU has the choice, which is copied beside it.
 void GroupRun::start_ahead(const ggml_cgraph &view) {
     d.inner.stream_waits(d.inner.aside);
     fetch(group.ids, d.inner.aside, exchange.ids);
@@ -303,7 +303,7 @@ void GroupRun::start(ggml_cgraph &view, const GroupHooks &hooks) {
     hooks.copy_ahead();
 }
 
-// The host has waited for the choice: staging memory is free, and no slot is read but by what was started ahead.
+// The CPU has waited for the choice: staging memory is free, and no slot is read but by what was started ahead.
 void GroupRun::read_choice() {
     d.ring.computed(d.ring.next_use());
     for (int64_t t = 0; t < group.ids->ne[1]; t++) {

@@ -3,7 +3,7 @@
 // the inner device. Missing ones are copied into the cache and computed there too, or computed by the CPU meanwhile; the
 // plan says how many.
 //
-// Where all experts that a layer's router chose last were cached, the device is given the layer's group before the host has
+// Where all experts that a layer's router chose last were cached, the device is given the layer's group before the CPU has
 // the choice: the device looks up itself in which slots the chosen experts are. If one is missing the group is run again.
 #pragma once
 

@@ -47,12 +47,12 @@ struct Quirks {
     size_t vram_unit_bytes; // the driver allocates VRAM in multiples of this
     HostReads host_reads;   // which host memory its kernels can read
     bool imports_memory;    // it can copy from host memory that is imported as one of its buffers
-    // Its streams and events keep what finished work has used until the host waits for them, and an event may be freed
+    // Its streams and events keep what finished work has used until the CPU waits for them, and an event may be freed
     // only after that.
     bool keeps_until_waited;
     // Work of all streams runs in the order in which it is queued. Synchronous copies do not wait for it (CopyThread).
     bool one_queue;
-    // The host records all kernels of a graph anew each time. Others replay what they have captured.
+    // The CPU records all kernels of a graph anew each time. Others replay what they have captured.
     bool records_kernels;
     // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
     // and while the host is paced, and bytes times tokens for prefill.
@@ -112,11 +112,11 @@ class Inner {
 
     size_t largest_copy() const; // [any thread]
 
-    // The host waits for the compute stream.
+    // The CPU waits for the compute stream.
     void synchronize();
-    // The compute stream waits for all copies queued so far; the host does not.
+    // The compute stream waits for all copies queued so far; the CPU does not.
     void wait_for_copies();
-    // Another stream waits for all computing queued so far; the host does not.
+    // Another stream waits for all computing queued so far; the CPU does not.
     void stream_waits(ggml_backend_t stream);
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
     char *staging(size_t bytes);

@@ -28,7 +28,7 @@ struct KvAccess {
     std::vector<KvGroup *> changed;  // groups that are written in another way than by row number
 };
 
-// Whether a node writes rows by number into all of a cached tensor, the numbers being an input that the host knows.
+// Whether a node writes rows by number into all of a cached tensor, the numbers being an input that the CPU knows.
 bool writes_rows(const ggml_tensor *node, const KvTensor &c);
 
 // Needs the graph mutex but for what is marked [any thread].

@@ -477,7 +477,7 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
             r->dram_beside_copies[i] = memory.rate(threads[i], each);
         }
     }
-    // A hand-off: the end of a GPU segment, its activations to the host, and the CPU's results back.
+    // A hand-off: the end of a GPU segment, its activations to the CPU, and the CPU's results back.
     r->handoff_s = 0;
     Products tiny(&d, GGML_TYPE_F32, 2048, 32, 1, 0);
     if (tiny.ok()) {

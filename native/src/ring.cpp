@@ -63,7 +63,7 @@ bool Ring::resize(size_t bytes) {
     return true;
 }
 
-// Memory that must be staged for a copy is copied by the host in any case, and the second copy of weights has no fast
+// Memory that must be staged for a copy is copied by the CPU in any case, and the second copy of weights has no fast
 // synchronous path. The cache frees its memory when the copy stream has passed an event.
 bool Ring::wants_thread() const {
     return inner_.quirks.one_queue && !cache_.is_open() && weights_.path != HostPath::copied &&
@@ -77,7 +77,7 @@ Ring::Copied Ring::wait_for(size_t entry) {
     }
     const Copied started = pump_next();
     if (!thread_->made(last_copy_[entry])) {
-        inner_.synchronize(); // the host has to wait anyway, and more slots may be free then
+        inner_.synchronize(); // the CPU has to wait anyway, and more slots may be free then
         computed(next_use_);
         const Copied more = pump();
         thread_->wait(last_copy_[entry]);

@@ -5,7 +5,7 @@
 // overlap it has been computed (RingSlot::reuse_distance). Behind the slots the rest of the ring is the expert cache.
 //
 // Copies are queued on the copy stream, and events order them and the compute stream. Where all streams share one queue, a
-// thread makes them instead (CopyThread). Then the host waits for copies, and copies wait until the host knows that a step
+// thread makes them instead (CopyThread). Then the CPU waits for copies, and copies wait until the CPU knows that a step
 // has been computed.
 #pragma once
 
@@ -61,11 +61,11 @@ class Ring {
     Taken copy_missing_experts(size_t entry, std::chrono::milliseconds most, Copied &copied);
 
     // The next step, which is `entry`, may be queued on the compute stream after this: the stream waits for its copies, or
-    // the host does, and starts them if it had to wait for their slot.
+    // the CPU does, and starts them if it had to wait for their slot.
     Copied wait_for(size_t entry);
-    void synchronize(size_t entry); // the host waits
+    void synchronize(size_t entry); // the CPU waits
     void use(size_t entry);         // the step's computing is queued
-    // The first `uses` steps have been computed. To be called where the host has waited for the compute stream.
+    // The first `uses` steps have been computed. To be called where the CPU has waited for the compute stream.
     void computed(uint64_t uses) { computed_ = std::max(computed_, uses); }
     bool has_thread() const { return thread_ != nullptr; }
     // A slot of the expert cache is about to be filled by the copy stream. The thread's copies from slots do not wait for that
@@ -118,8 +118,8 @@ class Ring {
     std::vector<uint64_t> last_copy_; // by entry: how many copies the thread had been given then
     uint64_t given_ = 0;              // to the thread so far
     uint64_t last_cached_ = 0;        // `given_` with the latest copy from the expert cache
-    bool filling_ = false;            // slots of the cache, since the host has waited for the copy stream
-    uint64_t computed_ = 0;           // steps, as far as the host knows
+    bool filling_ = false;            // slots of the cache, since the CPU has waited for the copy stream
+    uint64_t computed_ = 0;           // steps, as far as the CPU knows
 };
 
 } // namespace fsd
