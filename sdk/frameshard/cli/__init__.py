@@ -69,7 +69,8 @@ start here:
             llama.cpp gives, such as CUDA0 or Vulkan0
 budgets     in MiB, or with a unit: 512, 1.5GiB, 800MB
 --json      one JSON document on stdout; messages go to stderr
-Ctrl-C      ends any command at once, with exit status 130
+Ctrl-C      ends a command at once, with exit status 130; in `chat` it ends the
+            answer that comes, if there is one
 
 `frameshard COMMAND --help` explains one command.
 """
