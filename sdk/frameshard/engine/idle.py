@@ -1,5 +1,5 @@
 """What the engine does while it has nothing to do: it copies conversations ahead of time, and measures the machine and,
-under a host limit, the model's disk.
+under a host budget, the model's disk.
 
 Copies (:meth:`frameshard.engine.reuse.Reuse.copy_ahead`) are made one at a time, so that a job waits for one copy at
 most. They are made while the host draws frames, too: they take no compute of the GPU, and without them the same copy
@@ -11,7 +11,7 @@ when all are there, a new plan is made from them.
 
 Nothing is measured while the engine is parked, or while the host draws frames by the frame block: the measurements
 would delay its frames, and its frames would falsify them. They take VRAM within the budget only, from weights that are
-copied back afterwards. The machine is not measured while a host limit has no room for the memory that copies are timed
+copied back afterwards. The machine is not measured while a host budget has no room for the memory that copies are timed
 with.
 """
 
@@ -117,7 +117,7 @@ class IdleProfile:
 
 
 class IdleDisk:
-    """The measurement of the model's disk, for plans under a host limit. A thread makes it, so that no job waits for
+    """The measurement of the model's disk, for plans under a host budget. A thread makes it, so that no job waits for
     it, and hands the result to the main thread, which alone changes the profile. If a job comes meanwhile, its reads
     falsify the result, and it is made again later.
 
