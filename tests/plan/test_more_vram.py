@@ -82,7 +82,7 @@ def test_a_little_more_vram_is_not_slower(name: str, profile: str, synth_gguf: M
     model = read_model(tmp_path / "model.gguf")
     rates, workload = load(profile).seen_by(model), Workload(8192, 1000, n_parallel=1, n_ubatch=0)
     floor = plan_workload(model, rates, 0, workload, DRIVER_BYTES).floor_bytes
-    budgets = range(floor, floor + (400 << 20), 20 << 20)
+    budgets = range(floor, floor + (400 << 20), 40 << 20)
     plans = [plan_workload(model, rates, budget, workload, DRIVER_BYTES) for budget in budgets]
     for n_prompt in (512, 1000, 2100):
         least_s = float("inf")
