@@ -594,6 +594,34 @@ def test_a_refused_change_leaves_the_version_of_a_later_one() -> None:
     assert made.version == 4
 
 
+def test_the_version_of_a_refused_change_is_free_again_while_a_later_change_waits() -> None:
+    made, connection = lease(200, 200), host()
+    made.set(connection, m.BudgetSet(1, EPOCH, 5 * MIB, version=7), 1.0)
+    made.set(connection, m.BudgetSet(2, EPOCH, 100 * MIB), 1.0)
+    first, _ = made.commands
+    assert isinstance(first, em.SetBudget)
+    made.engine_event(em.BudgetRefused(first.seq, m.ErrorInfo.of(errors.below_floor(5 * MIB, 16 * MIB))), 1.0)
+    made.set(connection, m.BudgetSet(3, EPOCH, 50 * MIB, version=7), 1.0)
+    assert made.version == 7
+
+
+def test_what_was_released_stays_in_force_when_no_engine_comes_back() -> None:
+    """The host has read that the memory is free, or that it may be used again."""
+    made, connection = lease(200, 200), host()
+    made.set(connection, m.BudgetSet(1, EPOCH, 100 * MIB, state="parked", version=3), 1.0)
+    obey(made, 0)
+    made.set(connection, m.BudgetSet(2, EPOCH, 120 * MIB, version=4), 2.0)
+    made.set(connection, m.BudgetSet(3, EPOCH, 64 * MIB, version=5), 2.0)
+    unpark, _ = told(made)
+    made.engine_event(em.BudgetGranted(unpark.seq, 120 * MIB, 0.0), 2.0)
+    made.engine_event(released(unpark, 120), 2.0)
+    answers(connection)
+    made.engine_lost(3.0)
+    made.fail_all(errors.EngineDied("the engine is off"))
+    assert [type(answer) for answer in answers(connection)] == [m.Observed, m.Error]
+    assert (made.state, made.version, made.budget_bytes) == ("active", 4, 120 * MIB)
+
+
 def test_refused_changes_leave_the_lease_as_it_was_before_all_of_them() -> None:
     made, connection = lease(200, 200), host()
     for number, state in enumerate(("parked", "active", "parked"), start=1):

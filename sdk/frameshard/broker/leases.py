@@ -75,8 +75,8 @@ class _Change:
     asked_at: float
     host_budget_bytes: int
     """The host budget that it asks for, or the one in force before it; 0 for no limit."""
-    before: tuple[int, m.LeaseState]
-    """The version and the state before; a refusal restores them."""
+    before: m.LeaseState
+    """The state before; a refusal restores it."""
     state: states.Change = states.Change.ASKED
     waited_s: float = 0.0
     """Seconds from the host's request until the command to the engine."""
@@ -167,7 +167,6 @@ class Lease:
         """The budget that the host has set; 0 for no limit."""
         self.host = HostFigures(host_budget_bytes)
         """The lease of host memory."""
-        self.version = 0
         self.floor_bytes = 0
         """The floor of the model: a smaller budget is refused."""
         self.full_bytes = 0
@@ -189,6 +188,8 @@ class Lease:
         """The changes that are not finished, by number."""
         self._over: deque[_Change] = deque(maxlen=MAX_PENDING)
         self._newest: dict[ServerConnection, int] = {}
+        self._version = 0
+        """The highest version of the changes that came into force."""
         self._numbers = 0
         self._announced: m.LeaseState = "active"
         self._keep_bytes = 0
@@ -212,6 +213,11 @@ class Lease:
     def state(self) -> m.LeaseState:
         """The state that was asked for last."""
         return _WORDS[self._state]
+
+    @property
+    def version(self) -> int:
+        """The highest version of the changes in force and of those that wait; 0: none of them has one."""
+        return max(self._version, *(change.request.version for change in self._changes.values()), 0)
 
     @property
     def ends_engine(self) -> bool:
@@ -258,9 +264,8 @@ class Lease:
             raise below_host_floor(host_budget_bytes, self.host.floor_bytes)
         self._newest[connection] = request.id
         self._numbers += 1
-        change = _Change(self._numbers, connection, request, now, host_budget_bytes, (self.version, self.state))
+        change = _Change(self._numbers, connection, request, now, host_budget_bytes, self.state)
         self._changes[change.number] = change
-        self.version = request.version or self.version
         self._step(request.state, now, change)
 
     def describe(self, request_id: int, jobs: int) -> m.Budget:
@@ -449,9 +454,13 @@ class Lease:
         self._step("gone", now)
 
     def fail_all(self, error: FrameshardError) -> None:
-        """Refuses all waiting changes with `error`, because no engine can be started now."""
+        """Refuses all waiting changes with `error`, because no engine can be started now. Those that were released stay
+        in force."""
         for change in list(self._changes.values()):
-            self._refused(change, error)
+            if change.released:
+                self._observed(change, None, 0.0)  # the engine process has ended and cannot be observed
+            else:
+                self._refused(change, error)
 
     def engine_event(self, event: em.BudgetEvent | em.Watch | em.HostPressure, now: float) -> None:
         """Takes the engine's answer to a change, its figures of the memory, or its own limit for host memory.
@@ -539,9 +548,9 @@ class Lease:
         waiting = list(self._changes.values())
         last = max((at for at, change in enumerate(waiting) if change.request.state != "active"), default=-1)
         for change in waiting[: last + 1]:
-            self.budget_bytes, self.host.budget_bytes = change.request.vram_budget_bytes, change.host_budget_bytes
             asked_at = change.asked_at
             if not change.released:
+                self.budget_bytes, self.host.budget_bytes = change.request.vram_budget_bytes, change.host_budget_bytes
                 self._grant(change, 0.0, change.request.vram_budget_bytes)
                 self._released(change, now - change.asked_at)
             self._observed(change, 0, now - change.asked_at)
@@ -563,6 +572,7 @@ class Lease:
 
     def _released(self, change: _Change, seconds: float) -> None:
         change.step("released")
+        self._version = max(self._version, change.request.version)
         change.answer(
             m.Released(
                 change.request.id,
@@ -589,14 +599,19 @@ class Lease:
             self.budget_bytes = request.vram_budget_bytes  # the change stays in force, although it is late
             self.host.budget_bytes = change.host_budget_bytes
             self._keep_bytes = request.floor_bytes
-        elif change.number == max(self._changes):
-            self.version, state = change.before
-            self._step(f"undo {state}", 0.0)
+            self._version = max(self._version, request.version)
         else:
-            # The version and the state of this change never came into force, so no later refusal may restore them.
+            self._undo(change)
+        self._end(change, m.Error(request.id, self._epoch, m.ErrorInfo.of(error)))
+
+    def _undo(self, change: _Change) -> None:
+        """Restores the state before a refused change."""
+        if change.number == max(self._changes):
+            self._step(f"undo {change.before}", 0.0)
+        else:
+            # The state of this change never came into force, so no later refusal may restore it.
             later = next(other for other in self._changes.values() if other.number > change.number)
             later.before = change.before
-        self._end(change, m.Error(request.id, self._epoch, m.ErrorInfo.of(error)))
 
     def _end(self, change: _Change, answer: m.Reply) -> None:
         del self._changes[change.number]

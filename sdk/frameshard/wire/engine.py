@@ -102,7 +102,7 @@ class SetPriority:
 @dataclass(frozen=True)
 class SetBudget:
     """Changes the budget, parks or unparks. The answers are :class:`BudgetGranted`, sometimes :class:`BudgetLate`, then
-    :class:`BudgetReleased` and :class:`BudgetObserved`. At any point :class:`BudgetRefused` may come instead."""
+    :class:`BudgetReleased` and :class:`BudgetObserved`. Until the release :class:`BudgetRefused` may come instead."""
 
     seq: Count
     vram_budget_bytes: Bytes

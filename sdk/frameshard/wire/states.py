@@ -227,7 +227,8 @@ class Change(Enum):
 
 
 # Rules:
-# - The host gets one answer for each step: lease, released, observed, or an error.
+# - The host gets one answer for each step: lease, released, observed; or an error, after which none follows. What was
+#   released is in force and cannot be refused any more.
 # - A second "granted" comes if the broker grants the change while there is no engine, and the engine grants it later.
 # - "late": after half of the time, the engine predicts that the deadline will be missed. It may come after "released".
 CHANGE: dict[Change, dict[str, Change]] = {
@@ -238,6 +239,6 @@ CHANGE: dict[Change, dict[str, Change]] = {
         "released": Change.RELEASED,
         "refused": Change.OVER,
     },
-    Change.RELEASED: {"late": Change.RELEASED, "observed": Change.OVER, "refused": Change.OVER},
+    Change.RELEASED: {"late": Change.RELEASED, "observed": Change.OVER},
     Change.OVER: {},
 }
