@@ -622,6 +622,37 @@ def test_what_was_released_stays_in_force_when_no_engine_comes_back() -> None:
     assert (made.state, made.version, made.budget_bytes) == ("active", 4, 120 * MIB)
 
 
+def test_a_budget_over_which_the_engine_dies_does_not_come_into_force() -> None:
+    """The next engine is loaded with it, and dies over the change as well."""
+    made, connection = lease(100, 100), host()
+    made.set(connection, m.BudgetSet(1, EPOCH, 200 * MIB, version=9), 1.0)
+    made.engine_lost(1.0)
+    made.engine_ready(16 * MIB, 256 * MIB, made.engine_load_bytes(), 2.0)
+    assert [command.vram_budget_bytes for command in told(made)] == [200 * MIB]
+    assert made.budget_bytes == 100 * MIB
+    made.engine_lost(3.0)
+    made.fail_all(errors.EngineDied("the engine is off"))
+    assert (made.budget_bytes, made.version, made.engine_load_bytes(), told(made)) == (100 * MIB, 0, 100 * MIB, [])
+
+
+def test_an_engine_that_was_loaded_for_a_refused_change_gets_the_budgets_in_force() -> None:
+    made, connection = lease(100, 100, host_mb=48), host()
+    made.set(connection, m.BudgetSet(1, EPOCH, 150 * MIB), 1.0)
+    made.set(connection, m.BudgetSet(2, EPOCH, 200 * MIB, host_budget_bytes=32 * MIB), 1.0)
+    made.engine_lost(1.0)
+    assert (made.engine_load_bytes(), made.engine_load_host_bytes()) == (200 * MIB, 32 * MIB)
+    made.engine_ready(16 * MIB, 256 * MIB, 200 * MIB, 2.0)
+    no_room = m.ErrorInfo.of(errors.BudgetBelowFloor("there is no room for the KV blocks"))
+    first, second = told(made)
+    made.engine_event(em.BudgetRefused(first.seq, no_room), 2.0)
+    assert told(made) == []
+    made.engine_event(em.BudgetRefused(second.seq, no_room), 2.0)
+    (again,) = told(made)
+    assert (again.vram_budget_bytes, again.host_budget_bytes) == (100 * MIB, 48 * MIB)
+    made.engine_event(released(again, 100), 2.0)
+    assert (made.budget_bytes, made.host.budget_bytes, told(made)) == (100 * MIB, 48 * MIB, [])
+
+
 def test_refused_changes_leave_the_lease_as_it_was_before_all_of_them() -> None:
     made, connection = lease(200, 200), host()
     for number, state in enumerate(("parked", "active", "parked"), start=1):

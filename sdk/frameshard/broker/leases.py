@@ -190,6 +190,8 @@ class Lease:
         self._newest: dict[ServerConnection, int] = {}
         self._version = 0
         """The highest version of the changes that came into force."""
+        self._loaded_ahead = False
+        """The engine was loaded with the budgets of a change that it has not carried out."""
         self._numbers = 0
         self._announced: m.LeaseState = "active"
         self._keep_bytes = 0
@@ -376,6 +378,13 @@ class Lease:
     def _ask_own(self, kind: m.NoticeKind, detail: str, before: tuple[int, int]) -> None:
         """Tells the engine the present bound. A growth is announced at once, because the host must expect it from now
         on; memory is promised when it is free."""
+        bound = self._tell_bound()
+        self._own.asked = _OwnChange(self._numbers, bound, kind, detail, before)
+        if bound == 0 or bound >= self.used_bytes:
+            self._promise()
+
+    def _tell_bound(self) -> int:
+        """Tells the engine the budgets in force, within the sidecar's own limits. Returns the one for VRAM."""
         self._numbers += 1
         bound = self._bound()
         self.commands.append(
@@ -387,9 +396,7 @@ class Lease:
                 known_generation=self._frame_generation,
             )
         )
-        self._own.asked = _OwnChange(self._numbers, bound, kind, detail, before)
-        if bound == 0 or bound >= self.used_bytes:
-            self._promise()
+        return bound
 
     def _own_event(self, event: em.BudgetReleased | em.BudgetRefused, asked: _OwnChange, now: float) -> None:
         """Takes the answer to the last change that the sidecar has made on its own."""
@@ -441,12 +448,14 @@ class Lease:
     def engine_ready(self, floor_bytes: int, full_bytes: int, budget_bytes: int, now: float) -> None:
         """An engine is ready and runs with `budget_bytes`."""
         self.floor_bytes, self.full_bytes = floor_bytes, full_bytes
-        if self._own_limits() == (0, 0):
+        self._loaded_ahead = self.changing  # what it was loaded for may still be refused
+        if not self.changing and self._own_limits() == (0, 0):
             self.budget_bytes = budget_bytes
         self._step("ready", now)
 
     def engine_lost(self, now: float) -> None:
         """The engine has ended."""
+        self._loaded_ahead = False
         self._step("lost", now)
 
     def engine_hibernated(self, now: float) -> None:
@@ -479,6 +488,7 @@ class Lease:
             if change is not None or event.seq == 0:  # 0: the budget came through the frame block
                 self.budget_bytes, self.host.budget_bytes = event.vram_budget_bytes, event.host_budget_bytes
                 self._own.forget()
+                self._loaded_ahead = False
                 self._frame_generation = event.generation or self._frame_generation
         elif isinstance(event, em.BudgetLate):
             self._notify("late", event.vram_budget_bytes, event.seconds, "the release lags behind")
@@ -605,13 +615,16 @@ class Lease:
         self._end(change, m.Error(request.id, self._epoch, m.ErrorInfo.of(error)))
 
     def _undo(self, change: _Change) -> None:
-        """Restores the state before a refused change."""
+        """Restores the state before a refused change, and the budgets of an engine that was loaded with it."""
         if change.number == max(self._changes):
             self._step(f"undo {change.before}", 0.0)
         else:
             # The state of this change never came into force, so no later refusal may restore it.
             later = next(other for other in self._changes.values() if other.number > change.number)
             later.before = change.before
+        if self._loaded_ahead and not self.changing:
+            self._loaded_ahead = False
+            self._tell_bound()
 
     def _end(self, change: _Change, answer: m.Reply) -> None:
         del self._changes[change.number]
