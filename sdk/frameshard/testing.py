@@ -35,6 +35,7 @@ from frameshard.errors import (
     ModelNotFound,
     below_floor,
     below_host_floor,
+    unknown_adapter,
 )
 from frameshard.sentences import Splitter
 from frameshard.wire import channel
@@ -267,6 +268,11 @@ class _FakeEngine:
             n_thought=n_thought,
             calls=tuple(m.ToolCall(f"call{at}", name, contents[-1]) for at, name in enumerate(called)),
         )
+        for adapter in request.adapters:
+            if adapter.name not in self._adapters:
+                why = unknown_adapter(adapter.name, self._adapters)
+                self._say(em.Failed(job.number, m.ErrorInfo.of(why)))
+                return
         if job.n_prompt > self._n_ctx:
             overflow = ContextOverflow("too many words", n_prompt=job.n_prompt, n_ctx=self._n_ctx)
             self._say(em.Failed(job.number, m.ErrorInfo.of(overflow)))

@@ -445,6 +445,34 @@ async def test_an_adapter_is_in_use_until_its_last_job_has_left_the_engine(tmp_p
         assert (await client.adapter_unload("a")).adapters == ()
 
 
+@in_trio
+async def test_adapters_whose_files_are_gone_end_only_the_jobs_that_use_them(tmp_path: Path) -> None:
+    """Each engine reports one of them. So many deaths for another reason would put the engine off."""
+    names = ["a", "b", "c", "d"]
+    async with launch(engine=fake_engine(delay_s=0.002, endless=True), restart_limit=1) as client:
+        for name in names:
+            (tmp_path / name).touch()
+            await client.adapter_load(name, tmp_path / name)
+        changes = client.engine_changes()
+        async with (
+            client.complete("la", sampling=GREEDY) as plain,
+            client.complete("la", sampling=GREEDY, adapters={"d": 1.0}) as adapted,
+        ):
+            for stream in (plain, adapted):
+                await stream.__anext__()
+            for name in names:
+                (tmp_path / name).unlink()
+            os.kill(await engine_pid(client), signal.SIGKILL)
+            with pytest.raises(errors.BadArgument, match="no adapter 'd' is loaded"):
+                await adapted.completed()
+            before = len(plain.text)
+            while len(plain.text) < before + 100:
+                await plain.__anext__()
+        assert (await client.stats()).broker.engine_restarts == 5
+        heard = [changes.receive_nowait().state for _ in range(changes.statistics().current_buffer_used)]
+        assert set(heard) == {"restarting", "ready"}
+
+
 @pytest.mark.parametrize("request_", ["adapter_load", "save_kv", "set_budget"])
 @in_trio
 async def test_an_engine_at_work_over_a_request_is_left_in_peace(request_: str, tmp_path: Path) -> None:

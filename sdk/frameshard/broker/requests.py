@@ -299,15 +299,18 @@ class Requests:
         if asked is not None:
             asked.then(event)
 
-    def engine_lost(self, death: FrameshardError | None) -> None:
+    def engine_lost(self, death: FrameshardError | None) -> bool:
         """Called when the engine has ended. If it could not load an adapter, the next engine goes on without it, and
         jobs that use it fail.
 
         :param death: why it died; None if it was told to end.
+        :returns: whether the cause is such an adapter.
         """
         culprit = None if death is None else death.detail.get("adapter")
+        dropped = False
         if culprit in self.adapters:
             del self.adapters[culprit]
+            dropped = True
             logger.warning("the next engine does without the adapter %s: %s", culprit, death)
         waiting, self._asked = self._asked, {}
         for asked in waiting.values():
@@ -315,6 +318,7 @@ class Requests:
                 with suppress(OSError):
                     os.unlink(asked.command.part)
             asked.then(_died(death) if death is not None else _no_engine())
+        return dropped
 
 
 def _no_engine() -> EngineDied:

@@ -325,12 +325,13 @@ class Server:
             return self._jobs.engine_event(event)
         return False
 
-    def engine_lost(self, death: FrameshardError | None) -> None:
+    def engine_lost(self, death: FrameshardError | None) -> bool:
         self._jobs.engine_lost(death)
         self._lease.engine_lost(trio.current_time())
-        self._requests.engine_lost(death)
+        cause_gone = self._requests.engine_lost(death)
         if self._supervisor.state is not states.Engine.HIBERNATED:
             self._tell_all()
+        return cause_gone
 
     def engine_wanted(self) -> bool:
         return self._lease.state == "active"

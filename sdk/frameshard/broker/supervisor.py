@@ -75,10 +75,11 @@ class Owner(Protocol):
         :raises BadMessage: the engine cannot send this event now.
         """
 
-    def engine_lost(self, death: FrameshardError | None) -> None:
+    def engine_lost(self, death: FrameshardError | None) -> bool:
         """The engine has ended.
 
         :param death: the reason; None if the end was asked for.
+        :returns: true if the next engine does without what this one died of.
         """
 
     def engine_wanted(self) -> bool:
@@ -187,9 +188,12 @@ class Supervisor:
             self._move("died")
             death = self._reason(f"the engine ended with {status}")
             busy = self._owner.engine_busy()
-            self._owner.engine_lost(death)
-            delay = policy.died(trio.current_time(), progress=self._progress, busy=busy)
-            if delay is None or (was is states.Engine.RESTARTING and self._fatal and not self._fatal.retriable):
+            delay: float | None = 0.0
+            if not self._owner.engine_lost(death):
+                delay = policy.died(trio.current_time(), progress=self._progress, busy=busy)
+                if was is states.Engine.RESTARTING and self._fatal and not self._fatal.retriable:
+                    delay = None
+            if delay is None:
                 await self._off(death, policy.pause())
             else:
                 self._owner.engine_changed()
