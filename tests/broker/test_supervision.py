@@ -855,6 +855,51 @@ def test_nothing_of_the_real_engine_outlives_a_killed_host(talking_model: Path) 
             assert not directory.exists()
 
 
+SAVING = """
+import sys, trio, frameshard
+async def main():
+    async with frameshard.launch("x", engine=(sys.executable, "-c", sys.argv[1])) as client:
+        print((await client.stats()).broker.pid, flush=True)
+        await client.save_kv("mira", sys.argv[2])
+try:
+    trio.run(main)
+except frameshard.errors.FrameshardError:
+    pass
+"""
+ENGINE_THAT_SAVES_FOR_EVER = """
+import time
+from frameshard import testing
+from frameshard.wire import engine as em
+
+class Engine(testing._FakeEngine):
+    def _obey(self, command):
+        if isinstance(command, em.SaveKv):
+            open(command.part, "w").close()
+            time.sleep(3600)
+        super()._obey(command)
+
+testing._FakeEngine = Engine
+testing._main()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed_host", "signal"])
+def test_no_unfinished_file_outlives_a_sidecar(end: str, tmp_path: Path) -> None:
+    process = host(SAVING, ENGINE_THAT_SAVES_FOR_EVER, str(tmp_path / "mira.kv"))
+    assert process.stdout is not None
+    with process:
+        broker = int(process.stdout.readline())
+        while not list(tmp_path.iterdir()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        if end == "killed_host":
+            process.kill()
+        else:
+            os.kill(broker, signal.SIGTERM)
+        gone_after([broker])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_outlives_a_host_whose_pipe_leaked_into_another_child() -> None:
     process, pids, directory = launched("fake", "leak")
     with process:

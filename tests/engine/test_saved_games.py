@@ -97,7 +97,8 @@ async def test_a_kv_cache_goes_on_after_the_sidecar_was_killed(deep_model: Path,
 @in_trio
 async def test_a_kv_cache_that_adapters_have_made(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """It is used with the same adapters under the same names, and not with others."""
-    model, path = tiny_model("llama"), tmp_path / "inn.kv"
+    model = tiny_model("llama")
+    path = tmp_path / "inn.kv".rjust(255, "i")  # the longest name of most file systems
     files = [tmp_path / f"{seed}.gguf" for seed in (1, 2)]
     for seed, file in enumerate(files, start=1):
         make_adapter(model, file, seed=seed)

@@ -155,7 +155,8 @@ class Requests:
             if isinstance(request, m.KvLoad):
                 self._ask(connection, request, lambda seq: em.LoadKv(seq, key, request.path))
             else:
-                part = f"{request.path}.{secrets.token_hex(8)}.part"
+                # Not longer for a longer name: that of the file may be as long as the file system allows.
+                part = os.path.join(os.path.dirname(request.path), f".frameshard-{secrets.token_hex(8)}.part")
                 self._ask(connection, request, lambda seq: em.SaveKv(seq, key, request.path, part))
         elif isinstance(request, m.CountTokens):
             content = (request.messages, request.prompt, request.tools)
@@ -312,13 +313,18 @@ class Requests:
             del self.adapters[culprit]
             dropped = True
             logger.warning("the next engine does without the adapter %s: %s", culprit, death)
+        self.remove_parts()
         waiting, self._asked = self._asked, {}
         for asked in waiting.values():
+            asked.then(_died(death) if death is not None else _no_engine())
+        return dropped
+
+    def remove_parts(self) -> None:
+        """Removes what an engine that has ended has left of unfinished files."""
+        for asked in self._asked.values():
             if isinstance(asked.command, em.SaveKv):
                 with suppress(OSError):
                     os.unlink(asked.command.part)
-            asked.then(_died(death) if death is not None else _no_engine())
-        return dropped
 
 
 def _no_engine() -> EngineDied:

@@ -107,18 +107,21 @@ class Server:
         :param announce: called once, when the model is loaded.
         """
         self._announce = announce
-        async with trio.open_nursery() as nursery:
-            tasks = self._retry, self._watch_silence, self._supervise, self._keep_negotiating, self._keep_deadlines
-            for task in (*tasks, self._embedder.run):
-                nursery.start_soon(task)
-            if self._remote is not None:
-                nursery.start_soon(self._remote.run, self._fallback_event)
-            await self._stop.wait()
-            if self.error is None:
-                self._jobs.fail_all(ConnectionLost("the sidecar is shutting down"))
-                self._flush()
-                await self._supervisor.stop()
-            nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                tasks = self._retry, self._watch_silence, self._supervise, self._keep_negotiating, self._keep_deadlines
+                for task in (*tasks, self._embedder.run):
+                    nursery.start_soon(task)
+                if self._remote is not None:
+                    nursery.start_soon(self._remote.run, self._fallback_event)
+                await self._stop.wait()
+                if self.error is None:
+                    self._jobs.fail_all(ConnectionLost("the sidecar is shutting down"))
+                    self._flush()
+                    await self._supervisor.stop()
+                nursery.cancel_scope.cancel()
+        finally:  # also when the host has ended; the engine's process has ended too
+            self._requests.remove_parts()
 
     def stop(self) -> None:
         """Ends :meth:`run`: fails the open jobs and stops the engine."""
