@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,47 @@ def broker(config: dict[str, Any], **environment: str) -> tuple[int, dict[str, A
     assert "Traceback" not in done.stderr, done.stderr
     (line,) = done.stdout.splitlines()
     return done.returncode, json.loads(line)["error"]
+
+
+def starting(connect_file: Path, engine: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """A sidecar that has begun to start."""
+    config = {"model": "none", "engine": engine, "connect_file": str(connect_file)}
+    process = subprocess.Popen(
+        program.command("frameshard.broker"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(config).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+@pytest.mark.usefixtures("own_runtime_directory")
+def test_nothing_is_left_of_a_sidecar_that_is_told_to_end_while_it_starts(tmp_path: Path) -> None:
+    """As a client does whose launch is cancelled. The signal comes as soon as there is something to remove."""
+    runtime = Path(os.environ["XDG_RUNTIME_DIR"])
+    for _ in range(3):
+        with starting(tmp_path / "connect.json", fake_engine()) as process:
+            while not list(runtime.glob("frameshard/run-*")):
+                assert process.poll() is None
+            process.terminate()
+            assert process.wait(60) == 0
+        assert not list(runtime.glob("frameshard/run-*"))
+        assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_beside_the_connect_file_while_the_model_loads(tmp_path: Path) -> None:
+    """A sidecar that is killed then cannot remove it."""
+    loading = tmp_path / "loading"
+    load = f"import pathlib, time; pathlib.Path({str(loading)!r}).touch(); time.sleep(3600)"
+    with starting(tmp_path / "connect.json", (sys.executable, "-c", load)) as process:
+        while not loading.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    assert list(tmp_path.iterdir()) == [loading]
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -69,14 +69,22 @@ def connect_file(path: Path) -> Iterator[Callable[[bytes], None]]:
     """
     published = None
 
+    def write(data: bytes) -> None:
+        """Writes the file under its name until it is whole."""
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+        _check_replaceable(path)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
+            file.write(data)
+
     def publish(data: bytes) -> None:
         nonlocal published
         try:
-            file.write(data)
-            file.close()  # Windows does not rename an open file
-            _check_replaceable(path)  # again: loading a model takes a while
+            write(data)
             part.replace(path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
             raise refusal(error) from None
         published = data
 
@@ -86,20 +94,16 @@ def connect_file(path: Path) -> Iterator[Callable[[bytes], None]]:
 
     try:
         part = path.with_name(f".{path.name}.{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
-        _check_replaceable(path)
-        file = open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)  # noqa: SIM115
+        # Whether it can be written shows now, not after the load. Nothing is left of it if this process is killed then.
+        write(b"")
+        part.unlink()
     except (OSError, ValueError) as error:  # ValueError: the path contains NUL
         raise refusal(error) from None
     try:
         yield publish
     finally:
-        file.close()
         with contextlib.suppress(OSError):
-            if published is None:
-                part.unlink()
-            elif _content(path) == published:
+            if published is not None and _content(path) == published:
                 path.unlink()
 
 

@@ -11,8 +11,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +43,9 @@ sidecar and 32 clients need 70. The rest is for a flood of connections, until th
 
 OOM_SCORE_ADJ = 500
 
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""They ask the sidecar to end."""
+
 
 def serve(
     config: ServeConfig,
@@ -71,6 +74,7 @@ def serve(
     _prepare_process()
     remote = _open_remote(config) if config.fallback else None
     with ExitStack() as stack:
+        signals = stack.enter_context(_noted_signals())
         directory, wanted = stack.enter_context(places.claim(config.transport, config.endpoint))
         connect_files = [directory / places.CONNECT_FILE]  # where `endpoint.running` finds it
         if config.connect_file:
@@ -106,12 +110,12 @@ def serve(
 
         try:
             run_http = partial(http.run, info, serving) if http else None
-            ended_by = trio.run(_serve, server, listener, announce, host_pipe, run_http)
+            trio.run(_serve, server, listener, announce, host_pipe, run_http, signals)
         finally:
             listener.close()
     if server.error is not None:
         raise server.error
-    return ended_by
+    return signals[0] if signals else 0
 
 
 def _open_remote(config: ServeConfig) -> Remote:
@@ -136,8 +140,8 @@ async def _serve(
     announce: Callable[[], None],
     host_pipe: int | None,
     run_http: Callable[[], Awaitable[None]] | None,
-) -> int:
-    signals: list[int] = []
+    signals: list[int],
+) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(listener.run, server)
         nursery.start_soon(_watch_signals, server, signals)
@@ -147,7 +151,6 @@ async def _serve(
             nursery.start_soon(run_http)
         await server.run(announce)
         nursery.cancel_scope.cancel()
-    return signals[0] if signals else 0
 
 
 def _prepare_process() -> None:
@@ -177,11 +180,25 @@ def _prepare_process() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
 
 
-async def _watch_signals(server: Server, received: list[int]) -> None:
-    names = ("SIGINT", "SIGTERM", "SIGHUP")
-    with trio.open_signal_receiver(*(getattr(signal, name) for name in names if hasattr(signal, name))) as signals:
+@contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Yields a list of the signals that came. In the block they do not end the process, which has files to remove."""
+    noted: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: noted.append(number)) for number in _SIGNALS}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _watch_signals(server: Server, noted: list[int]) -> None:
+    """Stops the server at a signal, also at one that was noted before."""
+    with trio.open_signal_receiver(*_SIGNALS) as signals:
+        if noted:
+            server.stop()
         async for number in signals:
-            received.append(number)
+            noted.append(number)
             server.stop()
 
 
