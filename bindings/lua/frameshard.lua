@@ -654,9 +654,9 @@ local OPTIONS = {
     restart_window_s = { "number", 0, 1000000 },
     -- How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last.
     -- Default 1.0.
-    off_pause_s = { "number", 0, 1000000 },
+    off_pause_s = { "number", 0.05, 1000000 },
     -- Maximum length of such a pause. Default 60.0.
-    off_pause_max_s = { "number", 0, 1000000 },
+    off_pause_max_s = { "number", 0.05, 1000000 },
     -- Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
     -- several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. Default 512.
     kv_cache_mb = { "mebibytes", "kv_cache_bytes" },

@@ -968,6 +968,12 @@ async def test_a_killed_broker_takes_its_engine_with_it_and_the_next_launch_clea
     assert not alive(broker.pid)
 
 
+@pytest.mark.parametrize("option", ["off_pause_s", "off_pause_max_s"])
+def test_there_is_a_least_pause(option: str) -> None:
+    with pytest.raises(errors.BadArgument, match=rf"{option}.* from 0\.05 to"):
+        frameshard.ServeConfig("x", **{option: 0.0})  # type: ignore[arg-type]
+
+
 def test_restart_policy() -> None:
     def policy(limit: int) -> RestartPolicy:
         return RestartPolicy(frameshard.ServeConfig("x", restart_limit=limit))

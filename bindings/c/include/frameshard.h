@@ -209,9 +209,9 @@ typedef struct fs_launch_options {
     /* Time span in which `restart_limit` counts deaths. Range 0..1000000 s. Default 300. */
     double restart_window_s;
     /* How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last.
-       Range 0..1000000 s. Default 1. */
+       Range 0.05..1000000 s. Default 1. */
     double off_pause_s;
-    /* Maximum length of such a pause. Range 0..1000000 s. Default 60. */
+    /* Maximum length of such a pause. Range 0.05..1000000 s. Default 60. */
     double off_pause_max_s;
     /* Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
        several jobs begin with. The least recently used are dropped; 0: none are kept. Default 536870912. */

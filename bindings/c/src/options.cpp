@@ -98,11 +98,11 @@ json fields_of(const fs_launch_options &given) {
         fields["restart_window_s"] = given.restart_window_s;
     }
     if (given.off_pause_s != 1) {
-        check_range("off_pause_s", double(given.off_pause_s), 0, 1000000);
+        check_range("off_pause_s", double(given.off_pause_s), 0.05, 1000000);
         fields["off_pause_s"] = given.off_pause_s;
     }
     if (given.off_pause_max_s != 60) {
-        check_range("off_pause_max_s", double(given.off_pause_max_s), 0, 1000000);
+        check_range("off_pause_max_s", double(given.off_pause_max_s), 0.05, 1000000);
         fields["off_pause_max_s"] = given.off_pause_max_s;
     }
     if (given.kv_cache_bytes != 536870912) {

@@ -84,6 +84,8 @@ def check_http_key(key: str, option: str) -> None:
 
 Path = Annotated[str, checks.path()]
 Duration = Annotated[float, checks.number(0, 1e6, "s")]
+Pause = Annotated[float, checks.number(0.05, 1e6, "s")]
+"""Without a pause, an engine that cannot start would be started over and over, at the cost of a CPU core."""
 NamedPath = Annotated[str, checks.text(4161, least=1)]
 
 
@@ -270,10 +272,10 @@ class ServeConfig(EngineOptions):
     ] = 3
     restart_window_s: Annotated[Duration, "Time span in which `restart_limit` counts deaths."] = 300.0
     off_pause_s: Annotated[
-        Duration,
+        Pause,
         "How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last.",
     ] = 1.0
-    off_pause_max_s: Annotated[Duration, "Maximum length of such a pause."] = 60.0
+    off_pause_max_s: Annotated[Pause, "Maximum length of such a pause."] = 60.0
     loading: Annotated[
         Literal["off", "on"],
         "`on`: the sidecar reports how far the model is loaded, before it is ready. `off`: it reports later loads"

@@ -135,11 +135,11 @@ public:
 	double RestartWindowSeconds = 300;
 
 	/** How long an engine that keeps dying stays off before the next try. Each pause is twice as long as the last. */
-	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0.05", ClampMax = "1000000"))
 	double OffPauseSeconds = 1;
 
 	/** Maximum length of such a pause. */
-	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
+	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0.05", ClampMax = "1000000"))
 	double OffPauseMaxSeconds = 60;
 
 	/** Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
