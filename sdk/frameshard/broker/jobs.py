@@ -1,7 +1,7 @@
 """The jobs of all clients: which wait, which run, and how they continue after the engine has died.
 
-This module does no I/O. Commands for the engine are put into :attr:`Jobs.commands`, events into the clients'
-connections.
+This module neither sends nor waits: commands for the engine are put into :attr:`Jobs.commands`, events into the
+clients' connections. Only the images of jobs are files, which :mod:`frameshard.broker.images` keeps open.
 
 A job is resumed from its prompt, its seed and the tokens that it has produced, so its client sees one stream without a
 gap. In stream-only mode the text is the same as without the death: the engine samples token i only from (seed, i) and
