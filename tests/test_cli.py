@@ -278,6 +278,8 @@ def test_output_that_the_encoding_cannot_hold(name: bytes, encoding: str, printe
         ("800MB", 800_000_000),
         ("512 KiB", 512 << 10),
         ("7B", 7),
+        ("1.1GB", 1_100_000_000),
+        ("0.000001B", 1),
         (" 2 ", 2 << 20),
     ],
 )

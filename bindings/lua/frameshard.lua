@@ -541,8 +541,9 @@ local function length_of(value, name)
   return count
 end
 
+-- Returns the bytes of so many MiB, rounded up: a size above 0 must not become 0, "no limit".
 local function bytes_of(mebibytes, name)
-  return math.floor(number_of(mebibytes, name, 0, 2 ^ 32) * MIB + 0.5)
+  return math.ceil(number_of(mebibytes, name, 0, 2 ^ 32) * MIB)
 end
 
 -- Returns the number of a word in one of the lists below.

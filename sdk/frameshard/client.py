@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -1375,7 +1376,7 @@ def rows_of(answer: m.Embeddings) -> Rows:
 
 
 def mebibytes(count: float, field: str = "vram_budget_mb") -> int:
-    """The bytes of so many MiB.
+    """The bytes of so many MiB, rounded up: the rest of a subtraction is above 0, and must not become "no limit".
 
     :param field: the argument that has the number, for the error.
 
@@ -1383,4 +1384,4 @@ def mebibytes(count: float, field: str = "vram_budget_mb") -> int:
     """
     if type(count) not in (int, float) or not 0 <= count < 2**33:
         raise BadArgument(f"{field} is a number of MiB, 0 or more", field=field)
-    return int(count * MIB)
+    return math.ceil(count * MIB)

@@ -125,6 +125,9 @@ sidecar:set_budget(1)
 local refused = poll_until(sidecar, function(event) return event.type == "refused" end)
 assert(refused.error.name == "budget_below_floor" and refused.floor_bytes > 0)
 assert(refused.error.detail:find("floor_bytes", 1, true))
+sidecar:set_budget(1e-12) -- the rest of a subtraction is a budget, and not 0 for no limit
+refused = poll_until(sidecar, function(event) return event.type == "refused" end)
+assert(refused.error.name == "budget_below_floor")
 assert(failure(sidecar.ask, sidecar, "half a character: \240\159").name == "bad_argument")
 assert(failure(sidecar.ask, sidecar, "?", { temprature = 0 }).message:find("temprature", 1, true))
 for _, options in ipairs({

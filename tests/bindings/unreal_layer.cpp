@@ -279,12 +279,16 @@ int main(int argc, char **argv) {
     check("says so in the next frame", bad == 1);
     lost = 0;
 
-    UFrameshardSetLeaseAsync *budget = UFrameshardSetLeaseAsync::SetFrameshardVramBudget(npc.get(), 1);
+    UFrameshardSetLeaseAsync *budget = nullptr;
     int refused = 0, changed = 0, released = 0;
-    budget->OnFailed.Listeners.push_back([&](const FString &, int32 code) { refused = code; });
-    budget->Activate();
-    play(sidecar, [&] { return refused != 0; });
-    check("a budget below the floor is refused", refused == FS_BUDGET_BELOW_FLOOR && budget->Ready);
+    for (double megabytes : {1.0, 1e-12}) { // the second is the rest of a subtraction
+        refused = 0;
+        budget = UFrameshardSetLeaseAsync::SetFrameshardVramBudget(npc.get(), megabytes);
+        budget->OnFailed.Listeners.push_back([&](const FString &, int32 code) { refused = code; });
+        budget->Activate();
+        play(sidecar, [&] { return refused != 0; });
+        check("a budget below the floor is refused", refused == FS_BUDGET_BELOW_FLOOR && budget->Ready);
+    }
     budget = UFrameshardSetLeaseAsync::SetFrameshardVramBudget(npc.get(), 150);
     budget->OnReleased.Listeners.push_back([&](const FFrameshardBudget &now) { released = now.BudgetMb == 150; });
     sidecar.OnBudgetChanged.Listeners.push_back([&](const FFrameshardBudget &) { ++changed; });

@@ -250,6 +250,21 @@ async def test_an_answer_to_a_budget_is_awaited_again_after_a_cancellation() -> 
         assert not client._answers, "nobody can await them any more"
 
 
+@in_trio
+async def test_the_rest_of_a_subtraction_is_no_budget_without_a_limit(shared_sidecar: Path) -> None:
+    tiny = 0.1 + 0.2 - 0.3
+    assert 0 < tiny < 1e-15
+    async with frameshard.connect(shared_sidecar) as client:
+        with pytest.raises(errors.BudgetBelowFloor):
+            await client.set_budget(tiny)
+        with pytest.raises(errors.BudgetBelowFloor):
+            await client.set_budget(100, host_budget_mb=tiny)
+        assert [row.fits for row in await client.plan([tiny])] == [False]
+    with pytest.raises(errors.BudgetBelowFloor):
+        async with launch(vram_budget_mb=tiny):
+            pass
+
+
 @in_both
 async def test_a_slow_reader_loses_nothing_and_slows_nobody(shared_sidecar: Path) -> None:
     async with frameshard.connect(shared_sidecar) as client:

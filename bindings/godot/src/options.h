@@ -2,6 +2,7 @@
 #ifndef FRAMESHARD_GODOT_OPTIONS_H
 #define FRAMESHARD_GODOT_OPTIONS_H
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -53,10 +54,10 @@ class Texts {
     std::deque<std::vector<const char *>> lists_;
 };
 
-/* Converts MiB to bytes. A negative, infinite or undefined size becomes INT64_MAX, which the library
+/* Converts MiB to bytes, rounded up: a size above 0 must not become 0, "no limit". A negative, infinite or undefined size becomes INT64_MAX, which the library
  * refuses for signed and unsigned sizes. */
 inline uint64_t bytes_of(double size_mb) {
-    return size_mb >= 0 && size_mb < 1e12 ? uint64_t(size_mb * 1048576) : INT64_MAX;
+    return size_mb >= 0 && size_mb < 1e12 ? uint64_t(std::ceil(size_mb * 1048576)) : INT64_MAX;
 }
 
 /* A number that does not fit becomes the largest one, which the library refuses. */

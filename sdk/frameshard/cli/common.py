@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from frameshard.cpu import default_threads
@@ -41,14 +43,15 @@ WIDTH = 80
 
 
 def parse_size(text: str) -> int:
-    """The bytes of a size such as ``"64"`` (MiB), ``"1.5GiB"`` or ``"800 MB"``.
+    """The bytes of a size such as ``"64"`` (MiB), ``"1.5GiB"`` or ``"800 MB"``, rounded up: a size above 0 must not
+    become 0, "no limit".
 
     :raises BadArgument: the text is not a size, or one that no message can have.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in UNITS:
         raise BadArgument(f"{text!r} is not a size: a number of MiB, or one with B, KB, KiB, MB, MiB, GB or GiB")
-    n_bytes = round(float(match[1]) * UNITS[match[2].lower()])
+    n_bytes = math.ceil(Decimal(match[1]) * UNITS[match[2].lower()])
     if n_bytes > MAX_ID:
         raise BadArgument(f"{text!r} is too large for a size: at most {MAX_ID} bytes")
     return n_bytes

@@ -104,7 +104,7 @@ func change_budgets() -> void:
 	sidecar.target_frame_rate = 60
 	sidecar.set_lease(32, "active")
 	await sidecar.budget_released
-	sidecar.vram_budget_mb = 1
+	sidecar.vram_budget_mb = 1e-12 # the rest of a subtraction is a budget, and not 0 for no limit
 	await sidecar.error_raised
 	sidecar.host_budget_mb = 0
 	print("active ", await sidecar.budget_released)

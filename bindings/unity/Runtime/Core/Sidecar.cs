@@ -1033,11 +1033,12 @@ namespace Frameshard
 
         private static long? Known(long bytes) => bytes < 0 ? (long?)null : bytes;
 
+        // Rounded up: a size above 0 must not become 0, "no limit".
         internal static ulong Bytes(double mebibytes)
         {
             if (!(mebibytes >= 0 && mebibytes <= uint.MaxValue))
                 throw new FrameshardException(ErrorCode.BadArgument, "a budget is a number of MiB, 0 or more");
-            return (ulong)Math.Round(mebibytes * Mebibyte);
+            return (ulong)Math.Ceiling(mebibytes * Mebibyte);
         }
 
         internal static void Check(int status)

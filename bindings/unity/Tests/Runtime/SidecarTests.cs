@@ -179,6 +179,8 @@ namespace Frameshard.Tests
             Assert.AreEqual(ErrorCode.BudgetBelowFloor, error.Code);
             Assert.AreEqual("budget_below_floor", error.Name);
             Assert.IsTrue(error.DetailJson.Contains(floor.ToString()), error.DetailJson);
+            error = Failure(() => Shared.Run(Shared.SetBudgetAsync(1e-12))); // the rest of a subtraction
+            Assert.AreEqual(ErrorCode.BudgetBelowFloor, error.Code);
             Assert.AreEqual(ErrorCode.BadArgument, Failure(() => Shared.Ask(new string('a', 70000))).Code);
             Assert.AreEqual(ErrorCode.BadArgument, Failure(() => Shared.Ask("half a pair: \ud83d")).Code);
             StringAssert.Contains("from 1 to 1048576", Failure(() => Shared.Ask("Hi", Tokens(2000000))).Message);

@@ -8,6 +8,7 @@
 
 #include <frameshard.h>
 
+#include <cmath>
 #include <deque>
 #include <vector>
 
@@ -91,11 +92,11 @@ private:
 
 constexpr double FrameshardBytesPerMb = 1024.0 * 1024.0;
 
-/** Converts MiB to bytes. A negative, infinite or undefined size becomes INT64_MAX, which the library
+/** Converts MiB to bytes, rounded up: a size above 0 must not become 0, "no limit". A negative, infinite or undefined size becomes INT64_MAX, which the library
  * refuses for signed and unsigned sizes. */
 inline uint64_t FrameshardBytes(double Megabytes)
 {
-	return Megabytes >= 0 && Megabytes < 1e12 ? static_cast<uint64_t>(Megabytes * FrameshardBytesPerMb) : INT64_MAX;
+	return Megabytes >= 0 && Megabytes < 1e12 ? static_cast<uint64_t>(std::ceil(Megabytes * FrameshardBytesPerMb)) : INT64_MAX;
 }
 
 inline double FrameshardMegabytes(uint64_t Bytes)
