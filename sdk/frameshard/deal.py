@@ -23,8 +23,7 @@ from frameshard.client import BudgetChange, Client
 from frameshard.errors import (
     BadArgument,
     BudgetBelowFloor,
-    DeadlineMissed,
-    EngineDied,
+    ConnectionLost,
     FrameshardError,
     Unsupported,
     below_floor,
@@ -67,7 +66,7 @@ class Deal:
         self._floor_bytes = self._useful_bytes = 0
         self._planned_for: tuple[int, str | None] | None = None  # what the plans depend on
         self._wanted_bytes: int | None = None  # the last notice said so; None for no limit
-        self._change: BudgetChange | None = None
+        self._change: tuple[BudgetChange, BudgetStep] | None = None
         self._asked = anyio.Event()
         self._error: FrameshardError | None = None
 
@@ -90,6 +89,8 @@ class Deal:
         :raises BadArgument: the device does not report its free memory, so that `grant_bytes` must be given.
         :raises BudgetBelowFloor: the model cannot run in the grant.
         :raises Unsupported: the model runs on the CPU, without a shard device.
+        :raises EngineDied: no engine is running.
+        :raises Overloaded: many requests wait.
         """
         budget = await client.budget()
         if not budget.full_bytes:
@@ -126,14 +127,15 @@ class Deal:
         decision = self.arbiter.decide(time.monotonic(), self._grant(), pool, self.needs)
         if decision.step is not None:
             try:
-                self._change = self._ask(decision.step)
+                self._change = self._ask(decision.step), decision.step
             except FrameshardError as error:
                 self._error = error
             self._asked.set()
         return decision.pool_limit_bytes
 
     async def run(self) -> None:
-        """Runs until it is cancelled. Meanwhile the sidecar follows what :meth:`update` decides.
+        """Runs until it is cancelled. Meanwhile the sidecar follows what :meth:`update` decides. While it cannot,
+        because its engine is off or many requests wait, its budget stays what it is, and a step is tried again later.
 
         :raises FrameshardError: the sidecar is gone or refuses every budget. The pool's limit stays what it is.
         """
@@ -144,11 +146,11 @@ class Deal:
             if self._error is not None:
                 raise self._error
             if self._change is not None:
-                change, self._change, self._asked = self._change, None, anyio.Event()
-                await self._carried_out(change)
+                under_way, self._change, self._asked = self._change, None, anyio.Event()
+                await self._carried_out(*under_way)
             self._hear()
             if time.monotonic() >= look_at:
-                await self._look()
+                await self._look_again()
                 look_at = time.monotonic() + LOOK_S
 
     def _grant(self) -> int:
@@ -161,8 +163,8 @@ class Deal:
             return self._client.change_budget(self.arbiter.budget_bytes / MIB, state="parked", floor_mb=floor_mb)
         return self._client.change_budget(step.budget_bytes / MIB, floor_mb=floor_mb)
 
-    async def _carried_out(self, change: BudgetChange) -> None:
-        """Waits until the step is in force."""
+    async def _carried_out(self, change: BudgetChange, step: BudgetStep) -> None:
+        """Waits until the step is in force or refused."""
         try:
             await change.granted()
             used_bytes = (await change.released()).used_bytes
@@ -171,8 +173,16 @@ class Deal:
             self._floor_bytes = floor_bytes if isinstance(floor_bytes, int) else self._floor_bytes
             self.arbiter.refused(time.monotonic())
             return
-        except DeadlineMissed:  # it is in force, but more than the budget is still held
-            used_bytes = (await self._client.budget()).used_bytes
+        except FrameshardError as error:
+            if not _passes(error):
+                raise
+            # It may be in force all the same: more than the budget is still held, or an engine has died after it.
+            budget = await self._client.budget()
+            in_force = BudgetStep(budget.vram_budget_bytes) if budget.state == "active" else BudgetStep(0, "parked")
+            if in_force != step:
+                self.arbiter.refused(time.monotonic())
+                return
+            used_bytes = budget.used_bytes
         finally:
             change.close()
         self.arbiter.released(used_bytes)
@@ -194,6 +204,14 @@ class Deal:
             less = notice.vram_budget_bytes < self.arbiter.budget_bytes
             self._wanted_bytes = notice.vram_budget_bytes if less else None
 
+    async def _look_again(self) -> None:
+        """Reads the figures, unless the sidecar cannot tell them now. The next look is due soon."""
+        try:
+            await self._look()
+        except FrameshardError as error:
+            if not _passes(error):
+                raise
+
     async def _look(self) -> None:
         """Reads the sidecar's figures, and those of the device if they are the grant."""
         budget = await self._client.budget()
@@ -210,11 +228,12 @@ class Deal:
     async def _plan(self, budget: Budget) -> None:
         wide = budget.full_bytes - budget.floor_bytes
         budgets = [(budget.floor_bytes + wide * i / (N_PLANNED - 1)) / MIB for i in range(N_PLANNED)]
-        try:
-            self._useful_bytes = useful_budget(await self._client.plan(budgets))
-        except EngineDied:
-            if not self._useful_bytes:
-                raise
+        self._useful_bytes = useful_budget(await self._client.plan(budgets))
+
+
+def _passes(error: FrameshardError) -> bool:
+    """Whether the sidecar may do later what it could not do now."""
+    return error.retriable and not isinstance(error, ConnectionLost)
 
 
 async def _free_for_both(client: Client, budget: Budget, held_bytes: int) -> int:

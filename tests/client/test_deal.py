@@ -14,10 +14,10 @@ import pytest
 import trio
 
 import frameshard
-from frameshard import errors
+from frameshard import errors, system
 from frameshard.deal import MIB, SPARE_BYTES
 from frameshard.testing import fake_engine
-from sidecars import DEADLINE_S, in_both, in_trio, launch
+from sidecars import DEADLINE_S, in_both, in_trio, launch, until
 
 FRAME_S = 0.005
 
@@ -76,6 +76,77 @@ async def test_a_sidecar_that_refuses_gets_another_budget() -> None:
             await pool.until(lambda: deal.arbiter.budget_bytes == 17 * MIB)
             group.cancel_scope.cancel()
         assert (await client.budget()).vram_budget_bytes == 17 * MIB >= floor_bytes
+
+
+@in_both
+async def test_the_deal_goes_on_when_the_engine_was_off(tmp_path: Path) -> None:
+    """A budget that is asked for meanwhile is refused with EngineDied."""
+    sick = tmp_path / "sick"
+    options = {"restart_limit": 0, "off_pause_s": 0.05, "off_pause_max_s": 0.2}
+    async with launch(vram_budget_mb=64, engine=fake_engine(sick=str(sick)), **options) as client:
+        deal = await frameshard.Deal.begin(client, grant_bytes=100 * MIB, step_bytes=MIB, dwell_s=0.05)
+        pool = Pool(deal, client)
+        async with anyio.create_task_group() as group:
+            group.start_soon(deal.run)
+            changes = client.engine_changes()
+            sick.touch()
+            system.kill((await client.stats()).broker.engine_pid)
+            while (await changes.receive()).state != "off":
+                pass
+            pool.wants_bytes = 70 * MIB
+            await pool.until(lambda: deal.arbiter._refused_at > 0)
+            sick.unlink()
+            await pool.until(lambda: deal.arbiter.budget_bytes <= 30 * MIB and pool.held_bytes >= 70 * MIB)
+            assert (await client.budget()).vram_budget_bytes == deal.arbiter.budget_bytes
+            group.cancel_scope.cancel()
+
+
+class DiedAfterwards:
+    """A change of the budget with which an engine was loaded before it died."""
+
+    async def granted(self) -> None:
+        raise errors.EngineDied("the engine ended with signal 9")
+
+    def close(self) -> None:
+        pass
+
+
+@in_trio
+async def test_a_step_that_is_in_force_after_an_error_counts() -> None:
+    async with launch(vram_budget_mb=64) as client:
+        deal = await frameshard.Deal.begin(client, grant_bytes=100 * MIB, step_bytes=MIB)
+        deal.update(frameshard.PoolNeeds(0, 90 * MIB, 90 * MIB))
+        assert deal._change is not None
+        change, step = deal._change
+        await change.granted()
+        await change.released()
+        deal._change = DiedAfterwards(), step  # type: ignore[assignment]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(deal.run)
+            await until(lambda: deal.arbiter.budget_bytes == 16 * MIB)
+            nursery.cancel_scope.cancel()
+        assert deal.update(frameshard.PoolNeeds(0, 90 * MIB, 90 * MIB)) == 84 * MIB
+
+
+@in_both
+async def test_a_deal_goes_on_while_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan of the deal is refused as long as others wait."""
+    async with launch(vram_budget_mb=64, engine=fake_engine(floor_mb=16)) as client:
+        deal = await frameshard.Deal.begin(client, grant_bytes=100 * MIB, step_bytes=MIB, dwell_s=0.05)
+        refused: list[object] = []
+
+        async def plan(budgets: object) -> None:
+            refused.append(budgets)
+            raise errors.Overloaded("too many requests wait")
+
+        monkeypatch.setattr(client, "plan", plan)
+        deal._planned_for = None
+        pool = Pool(deal, client)
+        pool.wants_bytes = 70 * MIB
+        async with anyio.create_task_group() as group:
+            group.start_soon(deal.run)
+            await pool.until(lambda: len(refused) > 1 and pool.held_bytes >= 70 * MIB)
+            group.cancel_scope.cancel()
 
 
 @in_trio

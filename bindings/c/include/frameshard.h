@@ -761,11 +761,12 @@ typedef struct fs_vram_decision {
 FS_API fs_status fs_arbiter_decide(fs_arbiter *arbiter, double now_s, const fs_vram_needs *needs,
                                    fs_vram_decision *decision);
 
-/* Call it after FS_EVENT_BUDGET_RELEASED for the proposed lease, with the event's used_bytes; after FS_DEADLINE_MISSED
- * with those of fs_get_budget. Returns FS_BAD_ARGUMENT if no lease is proposed. [arbiter] */
+/* Call it after FS_EVENT_BUDGET_RELEASED for the proposed lease, with the event's used_bytes; after a retriable error
+ * (FS_DEADLINE_MISSED, FS_ENGINE_DIED) with those of fs_get_budget, if they say that the lease is in force. Returns
+ * FS_BAD_ARGUMENT if no lease is proposed. [arbiter] */
 FS_API fs_status fs_arbiter_released(fs_arbiter *arbiter, uint64_t used_bytes);
 
-/* Call it if the proposed lease was refused and changes nothing. No other one comes for the dwell time. Returns
+/* Call it if the proposed lease was refused and is not in force. No other one comes for the dwell time. Returns
  * FS_BAD_ARGUMENT if no lease is proposed, or if now_s is no number from -1e12 to 1e12. [arbiter] */
 FS_API fs_status fs_arbiter_refused(fs_arbiter *arbiter, double now_s);
 
