@@ -596,6 +596,7 @@ class Client:
         here; `detail` says why.
 
         :raises EngineDied: no engine is running.
+        :raises Overloaded: many requests wait.
         """
         absolute = _absolute(path, "path")
         return self._asked(lambda: self._core.kv_save(conversation, absolute), m.Kv, KV_S)
@@ -607,6 +608,7 @@ class Client:
         `detail` says why. Then the text is read anew.
 
         :raises EngineDied: no engine is running.
+        :raises Overloaded: many requests wait.
         """
         absolute = _absolute(path, "path")
         return self._asked(lambda: self._core.kv_load(conversation, absolute), m.Kv, KV_S)
@@ -688,6 +690,7 @@ class Client:
         :param budgets_mb: at most 32 budgets in MiB.
         :param prompt_tokens: length of the prompt for the predicted TTFT.
         :raises EngineDied: no engine is running.
+        :raises Overloaded: many requests wait.
         :raises Unsupported: the model runs on the CPU, without a shard device.
         """
         budgets = tuple(mebibytes(budget) for budget in budgets_mb)
@@ -704,6 +707,7 @@ class Client:
         :raises ContextOverflow: the prompt is so long that it cannot fit into the context. (A prompt that is only a
             little too long is counted, and no token is left.)
         :raises EngineDied: no engine is running.
+        :raises Overloaded: many requests wait.
         :raises Unsupported: it is a chat and the model has no chat template, or one that cannot have tools.
         """
         messages, prompt = ((), content) if isinstance(content, str) else (tuple(content), "")
@@ -799,7 +803,8 @@ class Client:
         return self._asked_then(self._core.model_info, m.Model, lambda answer: answer.model)
 
     def stats(self) -> Awaitable[m.Stats]:
-        """The present figures of the sidecar: jobs, speed, VRAM."""
+        """The present figures of the sidecar: jobs, speed, VRAM. Those of the engine are None while no engine runs, or
+        while many requests wait for it."""
         return self._asked(self._core.stats, m.Stats)
 
     def engine_changes(self) -> Inbox[m.Engine]:

@@ -20,6 +20,7 @@ from frameshard import errors
 from frameshard.broker import endpoint as places
 from frameshard.broker import listener as listener_module
 from frameshard.broker.listener import GROWTH_BYTES, Listener
+from frameshard.broker.requests import MAX_ASKED_BY_ONE
 from frameshard.broker.server import Server
 from frameshard.testing import fake_engine
 from frameshard.wire import codec, connection
@@ -505,6 +506,30 @@ async def main():
         await trio.sleep_forever()
 trio.run(main)
 """
+
+
+@in_trio
+async def test_the_requests_of_one_client_keep_no_other_out() -> None:
+    """The engine is stopped, so that requests wait for it. Who asks for too much gets the figures of the broker all the
+    same."""
+    async with launch() as client, frameshard.connect(client.info) as other:
+        engine_pid = (await client.stats()).broker.engine_pid
+        assert engine_pid is not None
+        freeze(engine_pid)
+        waiting = [client.count_tokens("a b c") for _ in range(MAX_ASKED_BY_ONE)]
+        with pytest.raises(errors.Overloaded, match=f"{MAX_ASKED_BY_ONE} requests of this client wait"):
+            await client.count_tokens("a b c")
+        with pytest.raises(errors.Overloaded):
+            await client.plan([64])
+        stats = await client.stats()
+        assert (stats.broker.engine, stats.engine) == ("ready", None)
+        others = [other.count_tokens("a b"), other.stats()]
+        await other.budget()  # those are on their way
+        thaw(engine_pid)
+        assert {(await answer).n_tokens for answer in waiting} == {3}
+        assert (await others[0]).n_tokens == 2
+        assert (await others[1]).engine is not None
+        assert (await client.stats()).engine is not None
 
 
 @in_trio

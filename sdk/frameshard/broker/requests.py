@@ -29,8 +29,11 @@ from frameshard.wire.launch import ServeConfig, adapter_of
 
 logger = logging.getLogger("frameshard.broker")
 
-MAX_ASKED = 64
+MAX_ASKED = 128
 """The most requests that may wait for the engine."""
+
+MAX_ASKED_BY_ONE = 32
+"""The most requests of one client that may wait for the engine. So no client alone can keep the others out."""
 
 
 _Asked = m.StatsGet | m.PlanGet | m.CountTokens | m.AdapterLoad | m.AdapterUnload | m.KvSave | m.KvLoad
@@ -47,10 +50,12 @@ class _Open:
     """A command that the engine has not answered.
 
     :param then: gets the answer, or why there is none.
+    :param connection: of the client that waits for the answer; None: the broker itself waits.
     """
 
     command: em.Command
     then: _Answered
+    connection: ServerConnection | None
 
 
 class Requests:
@@ -198,26 +203,29 @@ class Requests:
         self._ask_engine(lambda seq: em.CountTokens(seq, request.messages, tools=request.tools), counted)
 
     def _ask(self, connection: ServerConnection, request: _Asked, command: Callable[[int], em.Command]) -> None:
-        if not self._ask_engine(command, lambda event: self._answer(connection, request, event)):
-            raise Overloaded("too many requests wait for the engine")
+        self._ask_engine(command, lambda event: self._answer(connection, request, event), connection)
 
-    def _ask_engine(self, command: Callable[[int], em.Command], then: _Answered) -> bool:
+    def _ask_engine(
+        self, command: Callable[[int], em.Command], then: _Answered, connection: ServerConnection | None = None
+    ) -> None:
         """Asks the engine.
 
         :param command: makes the command from its number.
         :param then: gets the answer, or why there is none.
-        :returns: false if too many answers are waited for; then the engine is not asked.
+        :param connection: of the client that waits for the answer; None: the broker itself waits.
         """
         if self._supervisor.state is not states.Engine.READY:
             off = self._supervisor.state is states.Engine.OFF
             then(self._supervisor.off() if off else _no_engine())
-            return True
-        if len(self._asked) >= MAX_ASKED:
-            return False
+            return
+        n_own = sum(asked.connection is connection for asked in self._asked.values())
+        if n_own >= MAX_ASKED_BY_ONE or len(self._asked) >= MAX_ASKED:
+            whose = f"{n_own} requests of this client" if n_own >= MAX_ASKED_BY_ONE else f"{len(self._asked)} requests"
+            then(Overloaded(f"{whose} wait for the engine: ask again when some are answered"))
+            return
         self._numbers += 1
-        self._asked[self._numbers] = asked = _Open(command(self._numbers), then)
+        self._asked[self._numbers] = asked = _Open(command(self._numbers), then, connection)
         self._supervisor.send(asked.command)
-        return True
 
     def _unloads(self, adapter: str) -> bool:
         """Whether the engine was told to unload this adapter and has not answered."""

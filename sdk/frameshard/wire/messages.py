@@ -968,7 +968,7 @@ class Stats:
     engine: Annotated[
         Mapping[str, Any] | None,
         "Figures of the device, of batches and of the KV store (`kv_cache_bytes`, `kv_cache_entries`, `kv_cache_hits`,"
-        " `kv_cache_evictions`); missing while no engine runs.",
+        " `kv_cache_evictions`); missing while no engine runs, or while too many requests wait for it.",
     ]
 
 
