@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 
 import pytest
@@ -181,6 +182,31 @@ def test_a_reader_that_stands_still_overloads_its_job_only() -> None:
     last = [event for event in link.events() if event.job == job][-1]
     assert isinstance(last, m.Failed)
     assert isinstance(last.error.exception(), Overloaded)
+
+
+def test_a_call_may_be_larger_than_the_text_that_is_kept() -> None:
+    """The client reads, but is a little behind. Calls come before and after the text that waits."""
+    link = Link(held_bytes=100)
+    job = link.submit(window=2)
+    link.server.started(job, 1, seed=9)
+    calls = [m.ToolCall(f"call{at}", "take", json.dumps({"item": "x" * 1000})) for at in range(3)]
+    link.server.delta(job, "I take ", 1)
+    link.server.delta(job, "it", 1)  # the window is full
+    for call in calls:
+        link.server.tool_call(job, call)
+    link.server.delta(job, ".", 1)
+    finish(link, job)
+    link.exchange()
+    taken = 0
+    while taken < len(link.events()):
+        link.client.taken(link.events()[taken])
+        taken += 1
+        link.exchange()
+    events = link.events()
+    heard = [event for event in events if isinstance(event, m.ToolCalled)]
+    assert [m.ToolCall(event.call_id, event.name, event.arguments) for event in heard] == calls
+    assert "".join(event.text for event in events if isinstance(event, m.Delta)) == "I take it."
+    assert isinstance(events[-1], m.Done)
 
 
 def test_answers_overtake_events() -> None:

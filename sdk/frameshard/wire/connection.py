@@ -7,7 +7,8 @@ this module guarantees:
 - The events of a job arrive once, in order and without gaps. The sidecar keeps events until the client has taken them.
   The client drops duplicates, and asks again after a gap. If the last events are lost, the next pong shows that.
 - A client that reads slowly gets fewer and larger deltas. Its window limits its events in transit, and `held_bytes`
-  limits the text that is kept for it. Above that limit the job fails with Overloaded. No other job waits for it.
+  limits the text that is kept for it. Above that limit the job fails with Overloaded. No other job waits for it. Calls
+  of tools are not text: a job has few of them, and each may be larger than that limit.
 - Answers are sent before events, so the answer to a budget never waits behind tokens.
 - A request is carried out once, although it may be sent again after the session is resumed. The client gives each job a
   number, changes of the budget are recognised by their request's id, and all other requests may be repeated.
@@ -115,8 +116,8 @@ class _Outbox:
 
 
 def _text_bytes(fields: dict[str, Any]) -> int:
-    """The bytes of an event's text: of a delta, or of a tool's arguments."""
-    return len(fields.get("text", "").encode()) + len(fields.get("arguments", "").encode())
+    """The bytes of an event's text."""
+    return len(fields.get("text", "").encode())
 
 
 class ServerConnection:
@@ -237,15 +238,13 @@ class ServerConnection:
         self._say(m.Thought, job, {"text": text, "tokens": tokens})
 
     def tool_call(self, job: int, call: m.ToolCall) -> None:
-        """Adds a call of a tool.
-
-        :raises Overloaded: as :meth:`delta`.
-        """
-        self._say(m.ToolCalled, job, {"call_id": call.id, "name": call.name, "arguments": call.arguments})
+        """Adds a call of a tool."""
+        fields = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        self._streams[job].add(m.ToolCalled, fields, self.epoch)
 
     def _say(self, kind: type[Any], job: int, fields: dict[str, Any]) -> None:
         stream = self._streams[job]
-        if stream.waiting and stream.held_bytes + _text_bytes(fields) > self._held_bytes:
+        if stream.held_bytes and stream.held_bytes + _text_bytes(fields) > self._held_bytes:
             raise Overloaded("the client does not read this job's events", held_bytes=self._held_bytes)
         stream.add(kind, fields, self.epoch)
 
