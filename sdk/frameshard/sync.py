@@ -11,8 +11,13 @@
 A thread of its own runs the asynchronous client. Calls here queue a command for it and return; commands are carried out
 in order, and their outcome, errors included, comes as an event. What an event brings is the protocol's own message
 (:mod:`frameshard.wire.messages`), as from the asynchronous client. Handles (:class:`Job`) change only inside
-:meth:`Sidecar.poll`, so the program's thread never sees one change in between. A program that does not poll loses
-nothing: the sidecar holds events back, as for any slow reader.
+:meth:`Sidecar.poll`, so the program's thread never sees one change in between. While a program does not poll,
+1,024 events wait for it here, and the sidecar keeps some text of each job (its launch option `held_bytes`, 48 KiB). A
+job whose answer is longer than that ends with :class:`Overloaded`. All others are complete when it polls again.
+
+The thread does not come along into a forked process (:func:`os.fork`). There, whatever asks for something raises
+:class:`ConnectionLost`, and jobs that were open do not end: connect anew with :meth:`Sidecar.connect`. The parent goes
+on as before.
 """
 
 from __future__ import annotations
@@ -683,6 +688,7 @@ class Sidecar:
 
         Raises what ended the sidecar instead, or :class:`DeadlineMissed`.
         """
+        self._check_thread()
         if not self._ready.wait(timeout_s):
             raise DeadlineMissed(f"the sidecar was not ready within {timeout_s:g} s")
         if self._ended:
@@ -698,6 +704,11 @@ class Sidecar:
     def _why(self) -> FrameshardError:
         """Why nothing can be asked any more."""
         return ConnectionLost("the sidecar is closed") if self.error is None else again(self.error)
+
+    def _check_thread(self) -> None:
+        """Raises :class:`ConnectionLost` in a forked process. Elsewhere the thread says that it ends before it does."""
+        if not self._thread.is_alive() and not self._ended:
+            raise ConnectionLost("this is a forked process, which has not got the session: connect anew")
 
     def _number(self) -> int:
         self._requests += 1
@@ -822,6 +833,7 @@ class Sidecar:
         :param owner: the job or the request that it is for.
         :param failed: makes the owner's last event, should the session end before.
         """
+        self._check_thread()
         with self._ending:
             if self._ended:
                 raise self._why()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -481,6 +482,52 @@ def test_both_clients_take_the_same_arguments() -> None:
             for name, parameter in theirs.items()
             if name not in only_awaited
         }.items(), name
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_not_got_the_session() -> None:
+    with start() as sidecar:
+        sidecar.wait_ready()
+        child = os.fork()
+        if not child:
+            refused = 0
+            calls: list[Callable[[], object]] = [lambda: sidecar.ask("one"), sidecar.stats, sidecar.wait_ready]
+            for call in calls:
+                with contextlib.suppress(BaseException):
+                    try:
+                        call()
+                    except errors.ConnectionLost as error:
+                        refused += "forked process" in error.message
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        job = sidecar.ask("one two")
+        play(sidecar, lambda: job.ended)
+        assert job.text == "one two"
+    with pytest.raises(errors.ConnectionLost, match="the sidecar is closed"):
+        sidecar.ask("one")
+
+
+def test_a_game_that_does_not_poll_learns_which_answer_was_too_long(tmp_path: Path) -> None:
+    place = tmp_path / "sidecar.json"
+    with start(engine=fake_engine(endless=True), held_bytes=500, connect_file=place) as sidecar:
+        long = sidecar.complete("No.", sampling=Sampling(max_tokens=10 * MAX_EVENTS), sentences=True)
+        short = sidecar.complete("No.", sampling=Sampling(max_tokens=3))
+        play(sidecar, lambda: long.text)
+        with Sidecar.connect(place) as other:
+            seen: list[Event] = []
+            n_running = 1
+            while n_running:
+                other.stats()
+                play(other, lambda: of(seen, StatsArrived), events=seen)
+                (arrived,) = of(seen, StatsArrived)
+                assert arrived.stats is not None
+                n_running = arrived.stats.broker.jobs_running
+                seen.clear()
+        play(sidecar, lambda: long.ended and short.ended)
+        assert isinstance(long.error, errors.Overloaded)
+        assert long.text.startswith("No. No. No.")
+        assert short.text == "No. No. No."
 
 
 def test_close_while_loading() -> None:
