@@ -1,8 +1,9 @@
 """frameshard: a language model beside a game on one GPU, in a process of its own, under a VRAM budget that can change
 at any time.
 
-:func:`launch` starts a sidecar and :func:`connect` joins one, for trio; :mod:`frameshard.sync` is the same for programs
-with a frame loop. :mod:`frameshard.testing` has an engine without a model. Errors are in :mod:`frameshard.errors`.
+:func:`launch` starts a sidecar and :func:`connect` joins one, for trio and asyncio; :mod:`frameshard.sync` is the same
+for programs with a frame loop. :mod:`frameshard.testing` has an engine without a model. Errors are in
+:mod:`frameshard.errors`.
 """
 
 from importlib import import_module
