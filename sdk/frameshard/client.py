@@ -501,12 +501,12 @@ class Client:
         :param results: the result of each call, by its id: a text, or a value that is given to the model as JSON.
         :param options: as for :meth:`ask`; the `conversation` is needed. Give the `tools` again if the model may call
             further ones.
-        :raises BadArgument: a result is missing or cannot be written as JSON, or there is no such call. When the stream
-            is entered.
+        :raises BadArgument: a result cannot be written as JSON, such as NaN. When the stream is entered: a result is
+            missing, or there is no such call.
         """
         try:
-            texts = {call: value if isinstance(value, str) else json.dumps(value) for call, value in results.items()}
-        except (TypeError, ValueError) as error:
+            texts = {call: value if isinstance(value, str) else _json(value) for call, value in results.items()}
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadArgument(f"results: {error}", field="results") from None
         turn = Turn(self._conversations, options.get("conversation"), None, texts)
         return self._stream("chat", turn, lambda fields: {"messages": turn.messages(fields)}, options)
@@ -1371,6 +1371,11 @@ def _has_ended(info: ConnectInfo) -> bool:
         except OSError:
             pass
     return False
+
+
+def _json(value: object) -> str:
+    """A value as the model reads it: its letters as they are, not as numbers of code points."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def rows_of(answer: m.Embeddings) -> Rows:

@@ -456,6 +456,21 @@ WAITING = saves.Exchange("What is ale?", "", (ChatMessage("assistant", "", (PRIC
 
 
 @in_both
+async def test_the_model_reads_results_as_json_with_their_letters() -> None:
+    data = saves.write(saves.save_of([WAITING], "", "", "", "python"))
+    endless: list[object] = []
+    for _ in range(100_000):
+        endless = [endless]
+    async with sidecars.launch() as client:
+        client.load(data, conversation="mira")
+        for wrong in (float("nan"), [float("inf")], {1, 2}, object(), endless):
+            with pytest.raises(BadArgument, match="results: "):
+                client.tool_results({"id1": wrong}, conversation="mira")
+        answer = await client.tool_results({"id1": {"name": "Zoë", "price": 2}}, conversation="mira").completed()
+        assert answer.text == '{"name": "Zoë", "price": 2}'
+
+
+@in_both
 async def test_a_question_without_an_answer_leaves_the_conversation() -> None:
     data = saves.write(saves.save_of([saves.Exchange("Hello.", "Welcome."), WAITING], "Be kind.", "", "", "python"))
     engine = fake_engine(endless=True, delay_s=0.001)
