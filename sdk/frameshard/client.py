@@ -387,40 +387,49 @@ class Stream:
 
 
 class BudgetChange:
-    """A change of the VRAM budget, made by :meth:`Client.change_budget`. Await its answers in order. An await that was
-    cancelled, or had no answer in time, may be repeated."""
+    """A change of the VRAM budget, made by :meth:`Client.change_budget`. Its answers come in the order of the methods.
+    An answer before the one that is awaited need not be awaited itself. An await that was cancelled, or had no answer
+    in time, may be repeated."""
 
     def __init__(self, client: Client, request: int, timeout_s: float) -> None:
         self._client = client
         self._request = request
         self._timeout_s = timeout_s
+        self._n_taken = 0
         weakref.finalize(self, client._drop, request).atexit = False
 
     async def granted(self) -> m.Lease:
         """The first answer: whether the whole change or a part of it is possible by the deadline, and the predicted
         time.
 
-        :raises BadArgument: no further answer comes, because the change has failed or was closed.
+        :raises BadArgument: no further answer comes, because the change has failed or was closed; or this answer was
+            awaited before.
         :raises FrameshardError: as :meth:`Client.set_budget`; the other two methods raise the same errors.
         """
-        lease = await self._client._answer(self._request, self._timeout_s + ANSWER_S, only=False)
-        assert isinstance(lease, m.Lease)
-        if lease.decision == "partial":
-            self._timeout_s = max(PARTIAL_S, lease.seconds)
-        return lease
+        return await self._answer(m.Lease, 0)
 
     async def released(self) -> m.Released:
         """The second answer: the change is in force, and the memory is released."""
-        released = await self._client._answer(self._request, self._timeout_s + ANSWER_S, only=False)
-        assert isinstance(released, m.Released)
-        return released
+        return await self._answer(m.Released, 1)
 
     async def observed(self) -> m.Observed:
         """The third answer: the VRAM that the driver counts. It may come seconds later."""
-        observed = await self._client._answer(self._request, self._timeout_s + ANSWER_S, only=False)
-        assert isinstance(observed, m.Observed)
+        observed = await self._answer(m.Observed, 2)
         self.close()
         return observed
+
+    async def _answer(self, kind: type[T], at: int) -> T:
+        """Waits for the answer number `at`, from 0. Those before it are taken and dropped."""
+        if self._request in self._client._answers and at < self._n_taken:
+            raise BadArgument("this answer was awaited before: await the next one")
+        while True:
+            answer = await self._client._answer(self._request, self._timeout_s + ANSWER_S, only=False)
+            self._n_taken += 1
+            if isinstance(answer, m.Lease) and answer.decision == "partial":
+                self._timeout_s = max(PARTIAL_S, answer.seconds)
+            if self._n_taken > at:
+                assert isinstance(answer, kind)
+                return answer
 
     def close(self) -> None:
         """To be called if no more answers are awaited. The change goes on."""

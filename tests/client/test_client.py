@@ -250,6 +250,20 @@ async def test_an_answer_to_a_budget_is_awaited_again_after_a_cancellation() -> 
         assert not client._answers, "nobody can await them any more"
 
 
+@in_both
+async def test_an_answer_to_a_budget_may_be_left_out(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
+        change = client.change_budget(100)
+        assert (await change.released()).vram_budget_bytes == 100 << 20
+        for before in (change.granted, change.released):
+            with pytest.raises(errors.BadArgument, match="awaited before"):
+                await before()
+        assert isinstance(await change.observed(), frameshard.Observed)
+        assert isinstance(await client.change_budget(0).observed(), frameshard.Observed)
+        with pytest.raises(errors.BudgetBelowFloor):
+            await client.change_budget(1).observed()
+
+
 @in_trio
 async def test_the_rest_of_a_subtraction_is_no_budget_without_a_limit(shared_sidecar: Path) -> None:
     tiny = 0.1 + 0.2 - 0.3
