@@ -105,6 +105,9 @@ MAX_REPLIES = 3
 MAX_UNREAD = 16
 """The most notices, or changes of the engine's state, that wait for a reader."""
 
+_LOADING = ("loading", "restarting")
+"""States of the engine in which a new one is on its way. The sidecar replaces one that hangs."""
+
 MAX_OUTPUT = 1000
 """If a sidecar does not start, so many bytes of its last output are kept for the error."""
 
@@ -423,7 +426,9 @@ class BudgetChange:
         if self._request in self._client._answers and at < self._n_taken:
             raise BadArgument("this answer was awaited before: await the next one")
         while True:
-            answer = await self._client._answer(self._request, self._timeout_s + ANSWER_S, only=False)
+            answer = await self._client._answer(
+                self._request, self._timeout_s + ANSWER_S, only=False, while_loading=True
+            )
             self._n_taken += 1
             if isinstance(answer, m.Lease) and answer.decision == "partial":
                 self._timeout_s = max(PARTIAL_S, answer.seconds)
@@ -656,7 +661,8 @@ class Client:
             changes.
         :raises Unsupported: the system does not count host memory, so there can be no host budget.
         :raises StaleLease: a newer change is in force; nothing changes.
-        :raises DeadlineMissed: the memory was not released in time. The new budget stays in force.
+        :raises DeadlineMissed: the memory was not released in time. The new budget stays in force. The time in which an
+            engine is loaded does not count.
         :raises EngineDied: the engine is off after repeated deaths.
         """
         change = self.change_budget(vram_budget_mb, **terms)
@@ -906,10 +912,13 @@ class Client:
     def _drop(self, request_id: int) -> None:
         self._answers.pop(request_id, None)
 
-    async def _answer(self, request_id: int, timeout_s: float = ANSWER_S, *, only: bool = True) -> m.Reply:
+    async def _answer(
+        self, request_id: int, timeout_s: float = ANSWER_S, *, only: bool = True, while_loading: bool = False
+    ) -> m.Reply:
         """Waits for an answer.
 
         :param only: it is the only one, and nobody waits again if this fails or is cancelled.
+        :param while_loading: an engine that is being loaded will answer. The time until it is ready does not count.
         """
         inbox = self._answers.get(request_id)
         if inbox is None:
@@ -924,7 +933,7 @@ class Client:
             while answer is None:
                 with anyio.move_on_after(max(BEAT_S, (due_beats - self._core.heard_beats) * BEAT_S)):
                     answer = await inbox.receive()
-                if self._core.waits(request_id):
+                if self._core.waits(request_id) or (while_loading and self._core.engine in _LOADING):
                     due_beats = self._core.heard_beats + timeout_s / BEAT_S
                 elif answer is None and self._core.heard_beats >= due_beats:
                     raise DeadlineMissed(f"no answer within {timeout_s:g} s")

@@ -265,6 +265,33 @@ async def test_an_answer_to_a_budget_may_be_left_out(shared_sidecar: Path) -> No
 
 
 @in_trio
+async def test_the_time_of_a_budget_does_not_run_while_an_engine_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An engine that starts again takes longer than the deadline of the change and the time for its answer."""
+    monkeypatch.setattr(frameshard.client, "ANSWER_S", 0.5)
+    slow = tmp_path / "slow"
+    wait = f"import os, time\nwhile os.path.exists({str(slow)!r}): time.sleep(0.01)\n"
+    engine = "from frameshard import testing\ntesting._main()"
+    async with launch(engine=(sys.executable, "-c", wait + engine)) as client:
+        slow.touch()
+        changes = client.engine_changes()
+        engine_pid = (await client.stats()).broker.engine_pid
+        assert engine_pid is not None
+        system.kill(engine_pid)
+        while (await changes.receive()).state != "restarting":
+            pass
+        async with trio.open_nursery() as nursery:
+
+            async def change() -> None:
+                assert (await client.set_budget(100, timeout_s=0.5)).vram_budget_bytes == 100 << 20
+
+            nursery.start_soon(change)
+            await trio.sleep(4)
+            slow.unlink()
+
+
+@in_trio
 async def test_the_rest_of_a_subtraction_is_no_budget_without_a_limit(shared_sidecar: Path) -> None:
     tiny = 0.1 + 0.2 - 0.3
     assert 0 < tiny < 1e-15

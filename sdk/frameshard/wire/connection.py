@@ -353,6 +353,8 @@ class ClientConnection:
         self.state = states.Session.GREETING
         self.error: FrameshardError | None = None
         self.welcome: m.Welcome | None = None
+        self.engine: m.EngineState = "loading"
+        """The state of the engine, as the sidecar has said it last."""
         self._client = client
         self._epoch = epoch
         self._notices = notices
@@ -535,6 +537,8 @@ class ClientConnection:
         if isinstance(message, m.JobEvent):
             return self._event(message)
         if isinstance(message, m.Unasked):
+            if isinstance(message, m.Engine):
+                self.engine = message.state
             return [message]
         request = self._unanswered.get(message.id)
         if request is None:
@@ -610,6 +614,7 @@ class ClientConnection:
         self._inboxes.clear()
 
     def _welcomed(self, welcome: m.Welcome) -> list[m.Reply | m.JobEvent | m.Unasked]:
+        self.engine = welcome.engine
         if welcome.protocol < m.VERSION:
             why = f"the sidecar speaks protocol {welcome.protocol}, this client needs {m.VERSION}"
             self._lose("refused", VersionMismatch(why))
