@@ -2,7 +2,8 @@
 
 Guarantees: the application gets the whole body at once, within limits of size and time. When the client leaves before
 the response is complete, the application is cancelled, and with it the job in the sidecar. A body that the application
-does not want is read and dropped, because Hypercorn stops reading a connection whose body nobody takes.
+does not want is read and dropped, because Hypercorn stops reading a connection whose body nobody takes. An HTTP/2
+response does not end while such a body still comes: Hypercorn would close the connection, with all other answers on it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ MAX_BODIES_BYTES = 128 << 20
 """Of all requests that are open."""
 
 BODY_S = 30.0
-"""In this time a client has to send a body."""
+"""In this time a client has to send a body. It has as long again for what is left of one after its response."""
+
+PAUSE_S = 1.0
+"""A body that is still sent after its response has ended when nothing of it came for this long."""
 
 
 class Exchanges:
@@ -48,7 +52,7 @@ class Exchanges:
         def started(status: int) -> None:
             self._count(scope["path"], status)
 
-        exchange = _Exchange(self, receive, send, started)
+        exchange = _Exchange(self, receive, send, started, streams=scope["http_version"] == "2")
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(exchange.pump, nursery.cancel_scope)
@@ -62,7 +66,14 @@ class Exchanges:
 
 
 class _Exchange:
-    def __init__(self, owner: Exchanges, receive: Receive, send: Send, started: Callable[[int], None]) -> None:
+    """
+    :param streams: the connection has other exchanges at the same time, as in HTTP/2.
+    """
+
+    def __init__(
+        self, owner: Exchanges, receive: Receive, send: Send, started: Callable[[int], None], *, streams: bool
+    ) -> None:
+        self._streams = streams
         self._owner = owner
         self._receive = receive
         self._send = send
@@ -71,7 +82,9 @@ class _Exchange:
         self._wanted = False
         self._refusal: Refusal | None = None
         self._begun = trio.Event()
-        self._complete = trio.Event()
+        self._complete = trio.Event()  # also if the body is refused
+        self._ended = trio.Event()
+        self._patience = trio.CancelScope()
         self._answered = False
 
     async def pump(self, scope: trio.CancelScope) -> None:
@@ -79,8 +92,10 @@ class _Exchange:
         await self._begun.wait()
         while (message := await self._receive())["type"] != "http.disconnect":
             self._take(message.get("body", b""))
+            self._patience.deadline = trio.current_time() + PAUSE_S
             if not message.get("more_body", False):
                 self._complete.set()
+                self._ended.set()
         if not self._answered:
             scope.cancel()
 
@@ -107,8 +122,17 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self._started(message["status"])
         elif not message.get("more_body", False):
+            if self._streams and not self._ended.is_set():
+                await self._send({**message, "more_body": True})
+                await self._read_rest()
+                message = {"type": "http.response.body"}
             self._answered = True
         await self._send(message)
+
+    async def _read_rest(self) -> None:
+        """Waits until the body of the request has ended, or does not come any more."""
+        with trio.move_on_after(BODY_S), trio.move_on_after(PAUSE_S) as self._patience:
+            await self._ended.wait()
 
     def drop(self) -> None:
         """Forgets the body."""
