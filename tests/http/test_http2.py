@@ -122,3 +122,17 @@ def test_a_response_ends_although_the_rest_of_its_request_never_comes() -> None:
             await peer.until(lambda: refused in peer.ended)
 
     trio.run(main, clock=MockClock(autojump_threshold=0.1))
+
+
+def test_a_connection_has_no_last_request() -> None:
+    async def main() -> None:
+        server = Server()
+        async with server.peer() as peer:
+            held = await peer.ask("/held")
+            for _ in range(22):
+                asked = [await peer.ask("/") for _ in range(50)]
+                await peer.until(lambda asked=asked: peer.ended.issuperset(asked))  # type: ignore[misc]
+            server.release.set()
+            await peer.until(lambda: held in peer.ended)
+
+    trio.run(main, clock=MockClock())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from functools import partial
 
 import trio
@@ -95,6 +96,8 @@ class Listener:
         self._config.errorlog = logger
         self._config.include_server_header = False
         self._config.keep_alive_timeout = IDLE_S
+        # At this number of requests Hypercorn ends an HTTP/2 connection, also the answers that are not complete yet.
+        self._config.keep_alive_max_requests = sys.maxsize
         self._config.h11_max_incomplete_size = MAX_HEADER_BYTES
         self._app = wrap_app(app, 0, "asgi")
         self._open: set[Connection] = set()
