@@ -9,12 +9,17 @@ from typing import Any
 import h2.connection
 import h2.events
 import h2.settings
+import pytest
 import trio
 from trio.testing import MockClock
 
 from frameshard.http.exchange import Exchanges
-from frameshard.http.listener import Listener, open_listener
+from frameshard.http.listener import SEND_S, Listener, open_listener
 from frameshard.http.refusal import Refusal
+
+WINDOW = h2.settings.SettingCodes.INITIAL_WINDOW_SIZE
+PART_BYTES = 1 << 16
+N_PARTS = 5
 
 
 class Peer:
@@ -48,6 +53,12 @@ class Peer:
         """Sends a part of a body."""
         if body or end:
             self._h2.send_data(stream, body, end_stream=end)
+        await self._stream.send_all(self._h2.data_to_send())
+
+    async def take(self, stream: int, n_bytes: int) -> None:
+        """Lets the server send more."""
+        self._h2.increment_flow_control_window(n_bytes, stream)
+        self._h2.increment_flow_control_window(n_bytes)
         await self._stream.send_all(self._h2.data_to_send())
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -85,7 +96,8 @@ class Server:
         if scope["path"] == "/held":
             await send({"type": "http.response.body", "body": b"begin", "more_body": True})
             await self.release.wait()
-        await send({"type": "http.response.body", "body": b"xxx"})
+        size = N_PARTS * PART_BYTES if scope["path"] == "/large" else 3
+        await send({"type": "http.response.body", "body": b"x" * size})
 
     @asynccontextmanager
     async def peer(self, settings: dict[Any, int] | None = None) -> AsyncIterator[Peer]:
@@ -136,3 +148,27 @@ def test_a_connection_has_no_last_request() -> None:
             await peer.until(lambda: held in peer.ended)
 
     trio.run(main, clock=MockClock())
+
+
+def test_a_client_that_takes_nothing_loses_its_connection() -> None:
+    async def main() -> None:
+        async with Server().peer({WINDOW: 0}) as peer:
+            asked = await peer.ask("/")
+            with pytest.raises(EOFError), trio.fail_after(2 * SEND_S):
+                await peer.until(lambda: False)
+            assert (peer.statuses[asked], peer.bodies[asked]) == (b"200", b"")
+
+    trio.run(main, clock=MockClock(autojump_threshold=0.1))
+
+
+def test_a_slow_client_gets_a_large_response() -> None:
+    async def main() -> None:
+        async with Server().peer({WINDOW: 0}) as peer:
+            asked = await peer.ask("/large")
+            for taken in range(1, N_PARTS + 1):
+                await trio.sleep(0.9 * SEND_S)
+                await peer.take(asked, PART_BYTES)
+                await peer.until(lambda taken=taken: len(peer.bodies[asked]) == taken * PART_BYTES)  # type: ignore[misc]
+            await peer.until(lambda: asked in peer.ended)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0.1))

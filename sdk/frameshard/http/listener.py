@@ -17,7 +17,7 @@ from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frameshard.errors import BadArgument
 from frameshard.http.guard import MAX_HEADER_BYTES
@@ -44,6 +44,7 @@ class Connection:
         self.socket = stream.socket
         self._stream = stream
         self._sending = trio.Lock()
+        self._responding: set[trio.CancelScope] = set()
         self.ended = trio.Event()
         """Set when the client has left, or the connection is closed."""
 
@@ -64,6 +65,22 @@ class Connection:
         if scope.cancelled_caught:
             self.abort()
             raise trio.BrokenResourceError("the client does not read")
+        for response in self._responding:
+            response.deadline = trio.current_time() + SEND_S
+
+    async def respond(self, send: Send, message: Message) -> None:
+        """Passes a part of a response to Hypercorn, which waits until an HTTP/2 client lets it send that part.
+
+        A client that takes nothing of any response for :data:`SEND_S` loses its connection.
+        """
+        with trio.move_on_after(SEND_S) as scope:
+            self._responding.add(scope)
+            try:
+                await send(message)
+            finally:
+                self._responding.discard(scope)
+        if scope.cancelled_caught:
+            self.abort()
 
     async def send_eof(self) -> None:
         # Hypercorn does this also while another task sends, which trio refuses.
@@ -99,7 +116,7 @@ class Listener:
         # At this number of requests Hypercorn ends an HTTP/2 connection, also the answers that are not complete yet.
         self._config.keep_alive_max_requests = sys.maxsize
         self._config.h11_max_incomplete_size = MAX_HEADER_BYTES
-        self._app = wrap_app(app, 0, "asgi")
+        self._app = app
         self._open: set[Connection] = set()
 
     @property
@@ -139,9 +156,13 @@ class Listener:
             await connection.ended.wait()
             nursery.cancel_scope.cancel()
 
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app(scope, receive, partial(connection.respond, send))
+
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
-            await TCPServer(self._app, self._config, WorkerContext(None), ConnectionState({}), connection)
+            wrapped = wrap_app(app, 0, "asgi")
+            await TCPServer(wrapped, self._config, WorkerContext(None), ConnectionState({}), connection)
             nursery.cancel_scope.cancel()
 
 
