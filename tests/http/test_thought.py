@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,9 @@ from test_answers import text_of
 
 import frameshard
 from frameshard.http import request
+from frameshard.http.app import EMBED_TEXTS, make_app
+from frameshard.http.guard import Access
+from frameshard.http.listener import Listener, open_listener
 from servers import Server, server, sidecar
 
 
@@ -105,10 +110,10 @@ def test_texts_are_embedded(http: Server, place: Path) -> None:
     assert np.array_equal(found, rows[1])
     assert one["usage"]["prompt_tokens"] == 5
     many = http.ask("POST", "/v1/embeddings", {"input": ["a"] * 65}).json
-    assert (len(many["data"]), many["usage"]["total_tokens"]) == (65, 3 * 65)  # two requests of the sidecar
-    long = ["a" + " " * 18_000] * 64  # more than one message can carry
+    assert (len(many["data"]), many["usage"]["total_tokens"]) == (65, 3 * 65)  # several requests of the sidecar
+    long = ["a" + " " * 65_535] * 20  # as long as the sidecar takes
     many = http.ask("POST", "/v1/embeddings", {"input": long}).json
-    assert (len(many["data"]), many["usage"]["total_tokens"]) == (64, 3 * 64)
+    assert (len(many["data"]), many["usage"]["total_tokens"]) == (20, 3 * 20)
     for wrong in ([], "", ["a", ""], [1, 2], [[1]], 7, ["a"] * 2049):
         refused = http.ask("POST", "/v1/embeddings", {"input": wrong})
         assert (refused.status, refused.error["param"]) == (400, "input"), wrong
@@ -121,3 +126,35 @@ def test_texts_are_embedded(http: Server, place: Path) -> None:
     refused = http.ask("POST", "/v1/embeddings", {"input": ["a"] * 70 + ["x" * 70_000]})
     assert (refused.error["code"], refused.error["param"]) == ("invalid_value", "input")
     assert refused.error["message"].startswith("input[70] has more than 65536 bytes")
+
+
+def test_the_texts_of_a_client_that_left_are_not_embedded() -> None:
+    class Encoder:
+        """A client of a sidecar whose encoder does not answer yet."""
+
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        async def embed_counted(self, texts: Sequence[str]) -> Any:
+            self.asked.append(len(texts))
+            await trio.sleep_forever()
+
+    async def main() -> None:
+        encoder: Any = Encoder()
+        model: Any = SimpleNamespace(embedder="encoder.gguf")
+        socket = await open_listener("127.0.0.1", 0)
+        listener = Listener(socket, make_app(encoder, model, Access(None), lambda: 0))
+        body = json.dumps({"input": ["It rained."] * 400}).encode()
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listener.run)
+            async with await trio.open_tcp_stream("127.0.0.1", socket.socket.getsockname()[1]) as peer:
+                await peer.send_all(head.encode() + body)
+                while not encoder.asked:
+                    await trio.sleep(0.01)
+            while listener.connections:
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        assert encoder.asked == [EMBED_TEXTS]
+
+    trio.run(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -24,7 +24,6 @@ from frameshard.http import answer, metrics, request
 from frameshard.http.exchange import Exchanges
 from frameshard.http.guard import Access, Guard
 from frameshard.http.refusal import Refusal, bad, of_error
-from frameshard.wire import codec
 from frameshard.wire import messages as m
 
 if TYPE_CHECKING:
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
 
 LEASE_TERMS = frozenset({"vram_budget_mb", "timeout_s", "state", "floor_mb", "version", "reason", "host_budget_mb"})
 COMPLETIONS = "/v1/completions"
-MAX_EMBED_BYTES = codec.CLIENT.frame - 4096
-"""The most bytes of texts in one message. The rest of the frame is for its other fields and the texts' lengths."""
+EMBED_TEXTS = 8
+"""In one message to the sidecar. After each message other HTTP clients get their turn, and texts whose client has left
+are not sent any more. So many texts always fit into a frame."""
 
 
 def make_app(client: Client, model: m.ModelInfo, access: Access, connections: Callable[[], int]) -> ASGIApp:
@@ -203,12 +203,12 @@ class Pages:
         asked = request.read_embeddings(request.parse(await http.body()))
         rows: list[Rows] = []
         n_tokens = 0
-        for texts in _by_message(asked.texts):
+        for begin in range(0, len(asked.texts), EMBED_TEXTS):
             try:
-                some, n_read = await self._client.embed_counted(texts)
+                some, n_read = await self._client.embed_counted(asked.texts[begin : begin + EMBED_TEXTS])
             except ContextOverflow as error:
                 at = int(str(error.detail["text"]))
-                message = error.message.replace(f"texts[{at}]", f"input[{len(rows) + at}]")
+                message = error.message.replace(f"texts[{at}]", f"input[{begin + at}]")
                 raise Refusal(400, message, "context_length_exceeded", "input") from None
             rows += list(some)
             n_tokens += n_read
@@ -245,18 +245,6 @@ class Pages:
             await self._client.set_budget(**_terms(request.parse(await http.body())), observe=False)
         budget = dataclasses.asdict(await self._client.budget())
         return JSONResponse({name: value for name, value in budget.items() if name not in ("id", "epoch")})
-
-
-def _by_message(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The texts in groups that each fit into one message to the sidecar."""
-    begin, n_bytes = 0, 0
-    for at, text in enumerate(texts):
-        n_text = len(text.encode())
-        if at - begin == m.MAX_TEXTS or (at > begin and n_bytes + n_text > MAX_EMBED_BYTES):
-            yield texts[begin:at]
-            begin, n_bytes = at, 0
-        n_bytes += n_text
-    yield texts[begin:]
 
 
 def _described(name: str) -> dict[str, object]:
