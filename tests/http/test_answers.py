@@ -22,6 +22,7 @@ from frameshard.engine.sounds import tone
 from frameshard.http import request
 from servers import Server, server, sidecar, until
 
+N_CTX = 1024  # of the sidecar in conftest.py
 STORY = {"messages": [{"role": "user", "content": "Tell me a very long story."}], "max_tokens": 700}
 
 
@@ -88,16 +89,30 @@ def test_stops_forms_and_the_end_of_the_context(http: Server) -> None:
     assert choice["message"]["content"] in ("certainly", "hardly")
 
     for stream in (False, True):
-        refused = http.chat("word " * 900, stream=stream)
+        refused = http.chat("word " * 900, stream=stream, max_tokens=256)
         assert refused.status == 400
         assert refused.error["code"] == "context_length_exceeded"
         assert refused.error["param"] == "messages"
-        refused = http.ask("POST", "/v1/completions", {"prompt": "word " * 1200, "stream": stream})
-        assert (refused.error["code"], refused.error["param"]) == ("context_length_exceeded", "prompt")
+        assert "lower max_tokens" in refused.error["message"]
+        for prompt in ("word " * 1200, "猫" * 1200):
+            refused = http.ask("POST", "/v1/completions", {"prompt": prompt, "stream": stream})
+            assert (refused.error["code"], refused.error["param"]) == ("context_length_exceeded", "prompt")
+            assert "max_tokens" not in refused.error["message"]
     form = {"type": "json_schema", "json_schema": {"name": "npc", "schema": {"type": "wizard"}}}
     refused = http.chat("A guard.", response_format=form)
     assert (refused.status, refused.error["param"]) == (400, "response_format")
     assert refused.error["message"].startswith("response_format: ")
+
+
+def test_an_answer_without_a_limit_takes_what_is_free(http: Server) -> None:
+    prompt = {"prompt": "word " * 1000, "temperature": 0, "logit_bias": {"0": -100, "2": -100}}
+    usage = http.ask("POST", "/v1/completions", prompt).json["usage"]
+    assert 0 < usage["completion_tokens"] < N_CTX // 4
+    assert usage["total_tokens"] == N_CTX
+    *_, last = http.ask(
+        "POST", "/v1/completions", {**prompt, "stream": True, "stream_options": {"include_usage": True}}
+    ).events()
+    assert last["usage"]["total_tokens"] == N_CTX
 
 
 def test_a_named_conversation_keeps_its_tokens(http: Server) -> None:

@@ -93,12 +93,17 @@ class Answers:
         model = self._model
         asked = request.read(document, http.headers, chat=self._chat, n_ctx=model.n_ctx, thinks=model.thinks)
         made = answer.Answer(self._chat, model.name, asked.usage, asked.max_calls)
-        async with self._job(asked) as stream:
-            if asked.stream:
-                await _send_stream(send, stream, made)
-            else:
-                response = JSONResponse(made.whole(await stream.completed(), stream.thought))
-                await response(scope, receive, send)
+        while True:
+            try:
+                async with self._job(asked) as stream:
+                    if asked.stream:
+                        await _send_stream(send, stream, made)
+                    else:
+                        response = JSONResponse(made.whole(await stream.completed(), stream.thought))
+                        await response(scope, receive, send)
+                    return
+            except ContextOverflow as error:  # before anything is sent, and mostly before anything is computed
+                asked = request.shortened(asked, error)
 
     def _job(self, asked: request.Asked) -> Stream:
         names = ("images", "sampling", "conversation", "priority", "local_only")

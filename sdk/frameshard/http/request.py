@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from frameshard.errors import ContextOverflow
 from frameshard.http.refusal import Refusal, bad, unsupported
 from frameshard.tools import Tool
 from frameshard.wire import checks, codec
@@ -62,6 +63,9 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 REASONING_FORMATS = ("auto", "deepseek", "none")
 """Where llama.cpp's server puts the thought. Here it has a field of its own, as with the first two."""
 
+LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
+"""Fields that limit the length of the answer."""
+
 MESSAGE_FIELDS = frozenset({"role", "content"})
 OF_ROLES = {
     "assistant": MESSAGE_FIELDS | {"reasoning_content", "tool_calls"},
@@ -98,6 +102,7 @@ class Asked:
     :param messages: of a chat; empty for a completion.
     :param thought: `thinking`, `thinking_tokens` and `template_keywords` of the job.
     :param max_calls: further calls of the answer are left out.
+    :param limited: the length of the answer is what the client has asked for.
     :param stream: the answer is sent as it is generated.
     :param usage: a stream ends with the number of tokens.
     """
@@ -110,6 +115,7 @@ class Asked:
     tools: tuple[Tool, ...]
     tool_choice: str
     max_calls: int
+    limited: bool
     conversation: str | None
     priority: int
     local_only: bool
@@ -154,7 +160,8 @@ def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: i
 
     :param headers: of the HTTP request, by their names in small letters.
     :param chat: the body is of ``/v1/chat/completions``, else of ``/v1/completions``.
-    :param n_ctx: the context in tokens; an answer without a limit gets a quarter of it.
+    :param n_ctx: the context in tokens; an answer without a limit gets a quarter of it, or what is free: see
+        :func:`shortened`.
     :param thinks: the model can think before it answers.
     :raises Refusal: a field is wrong, unknown, or asks for something that is not built.
     """
@@ -178,6 +185,7 @@ def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: i
         tools=tools,
         tool_choice=_tool_choice(document.get("tool_choice", "auto"), [tool.name for tool in tools]),
         max_calls=m.MAX_CALLS if _flag(document, "parallel_tool_calls", True) else 1,
+        limited=not LIMITS.isdisjoint(document),
         thought=_thought(document, thinks) if chat else {},
         conversation=_checked("conversation", conversation, named_by),
         priority=_priority(headers.get(PRIORITY_HEADER)),
@@ -185,6 +193,25 @@ def read(document: Document, headers: Mapping[str, str], *, chat: bool, n_ctx: i
         stream=stream,
         usage=options is not None and _usage(options),
     )
+
+
+def shortened(asked: Asked, error: ContextOverflow) -> Asked:
+    """The request with a shorter answer, if the client has set no limit.
+
+    :param error: prompt and answer do not fit into the context.
+    :raises ContextOverflow: the client has set a limit, or the prompt leaves no room for an answer.
+    """
+    n_prompt, n_ctx = error.detail.get("n_prompt"), error.detail.get("n_ctx")
+    if asked.limited or not isinstance(n_prompt, int) or not isinstance(n_ctx, int):
+        raise error
+    n_free = n_ctx - n_prompt
+    if not 0 < n_free < asked.sampling.max_tokens:
+        raise ContextOverflow(
+            f"a prompt of at least {n_prompt} tokens leaves no room for an answer in the {n_ctx} tokens of a "
+            "conversation: shorten the prompt, or launch with a larger n_ctx (--ctx on the command line)",
+            **error.detail,
+        )
+    return dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, max_tokens=n_free))
 
 
 @dataclass(frozen=True)
