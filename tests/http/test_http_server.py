@@ -17,11 +17,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from frameshard.errors import BadArgument
+from frameshard.errors import BadArgument, JobCancelled
 from frameshard.http.exchange import MAX_BODY_BYTES, Exchanges
 from frameshard.http.guard import MAX_HEADER_BYTES
 from frameshard.http.listener import MAX_CONNECTIONS, Listener, open_listener
-from frameshard.http.refusal import Refusal
+from frameshard.http.refusal import Refusal, of_error
 from frameshard.http.request import MAX_VALUES
 from frameshard.http.server import Options, key_in
 from frameshard.testing import fake_engine
@@ -212,6 +212,7 @@ def test_faults_of_the_sidecar_have_their_status(http: Server, tmp_path: Path) -
         died = http.chat("poison", stream=stream)
         assert (died.status, died.error["code"], died.error["type"]) == (503, "engine_died", "server_error")
         assert died.headers["retry-after"] == "1"
+    assert not of_error(JobCancelled("the job was cancelled")).headers
     # The job hangs until the engine is killed for it, twice.
     options = {"engine": fake_engine(endless=True, hang_at_token=5), "hang_busy_s": 3.0, "max_client_jobs": 1}
     with sidecar(tmp_path, **options) as (connect_file, _), server(connect_file) as other:
@@ -346,7 +347,8 @@ def test_connections_are_limited(http: Server) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S))
-        assert http.ask("GET", "/health").error["code"] == "overloaded"
+        refused = http.ask("GET", "/health")
+        assert (refused.error["code"], refused.headers["retry-after"]) == ("overloaded", "1")
     until(lambda: http.ask("GET", "/health").status == 200)
 
 

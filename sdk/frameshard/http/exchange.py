@@ -14,7 +14,7 @@ from collections.abc import Callable
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frameshard.http.refusal import Refusal
+from frameshard.http.refusal import Refusal, overloaded
 
 logger = logging.getLogger("frameshard.http")
 
@@ -146,7 +146,7 @@ class _Exchange:
         if len(self._body) + len(data) > MAX_BODY_BYTES:
             self._refusal = Refusal(413, f"a body has at most {MAX_BODY_BYTES} bytes", "request_too_large")
         elif self._owner.held_bytes + len(data) > MAX_BODIES_BYTES:
-            self._refusal = Refusal(429, "too many large requests are open: try again later", "overloaded")
+            self._refusal = overloaded(429, "too many large requests are open")
         if self._refusal is not None:
             self.drop()
             self._complete.set()

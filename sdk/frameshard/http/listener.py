@@ -6,7 +6,6 @@ and a client that does not read holds its connection, and the end of the process
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from functools import partial
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frameshard.errors import BadArgument
 from frameshard.http.guard import MAX_HEADER_BYTES
-from frameshard.http.refusal import Refusal
+from frameshard.http.refusal import overloaded
 
 logger = logging.getLogger("frameshard.http")
 
@@ -167,14 +166,11 @@ class Listener:
 
 
 async def _refuse(connection: Connection) -> None:
-    refusal = Refusal(503, f"there are {MAX_CONNECTIONS} connections: try again later", "overloaded")
-    body = json.dumps(refusal.document()).encode()
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
+    response = overloaded(503, f"there are {MAX_CONNECTIONS} connections").response()
+    fields = b"".join(b"%s: %s\r\n" % field for field in response.raw_headers)
+    head = b"HTTP/1.1 503 Service Unavailable\r\n" + fields + b"Connection: close\r\n\r\n"
     with trio.move_on_after(LINGER_S):
-        await connection.send_all(head.encode() + body)
+        await connection.send_all(head + bytes(response.body))
         await connection.send_eof()
         while await connection.receive_some(1 << 16):
             pass

@@ -32,7 +32,8 @@ CODES = {errors.ContextOverflow: "context_length_exceeded", errors.BadArgument: 
 FIELDS = {"json_schema": "response_format", "template_keywords": "chat_template_kwargs", "images": "messages"}
 """The field of a request for a field of the job, where it has another name."""
 
-RETRY_AFTER_S = "1"
+RETRY = {"Retry-After": "1"}
+"""Of refusals that a later request may not get. OpenAI's clients ask again, but not sooner than after this second."""
 
 
 class Refusal(Exception):
@@ -80,6 +81,11 @@ def unsupported(message: str, param: str) -> Refusal:
     return Refusal(400, message, "unsupported_parameter", param)
 
 
+def overloaded(status: int, message: str) -> Refusal:
+    """This server has too much to do."""
+    return Refusal(status, f"{message}: try again later", errors.Overloaded.name, headers=RETRY)
+
+
 def of_error(error: FrameshardError, asked_in: str = "messages") -> Refusal:
     """The refusal for an error of the sidecar.
 
@@ -93,6 +99,5 @@ def of_error(error: FrameshardError, asked_in: str = "messages") -> Refusal:
     elif field and isinstance(field, str) and status == 400:
         param = FIELDS.get(field, field)
         message = re.sub(rf"^{re.escape(field)}(?=: )", param, message)
-    # OpenAI's clients ask again after 429 and 503, but not sooner than this.
-    headers = {"Retry-After": RETRY_AFTER_S} if status in (429, 503) else None
+    headers = RETRY if error.retriable else None
     return Refusal(status, message, CODES.get(type(error), error.name), param, headers=headers)
