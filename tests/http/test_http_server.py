@@ -138,6 +138,12 @@ def test_only_those_who_may_ask_are_answered(http: Server, place: Path) -> None:
         assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
     assert http.ask("GET", "/health", Authorization="").json["status"] == "ok"
     assert http.ask("GET", path, Host=f"localhost:{http.port}").status == 200
+    for target in (f"http://127.0.0.1:{http.port}", "HTTP://localhost"):
+        assert http.ask("GET", f"{target}{path}").json == http.ask("GET", path).json
+        assert http.ask("GET", f"{target}/health?a=b", Authorization="").status == 200
+        assert http.ask("GET", target).error["code"] == "unknown_url"
+    for target in ("http://evil.example", "http://127.0.0.1@evil.example", "http://"):
+        assert http.ask("GET", f"{target}{path}").error["code"] == "host_not_allowed"
     for host in ("evil.example", f"evil.example:{http.port}", "127.0.0.1.evil.example", "127.0.0.1@evil.example", ""):
         assert http.ask("GET", path, Host=host).error["code"] == "host_not_allowed"
     allowed = http.ask("GET", path, Origin="http://localhost:3000")

@@ -9,7 +9,9 @@ response does not end while such a body still comes: Hypercorn would close the c
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from urllib.parse import unquote
 
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,6 +32,8 @@ BODY_S = 30.0
 PAUSE_S = 1.0
 """A body that is still sent after its response has ended when nothing of it came for this long."""
 
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE)
+
 
 class Exchanges:
     """An ASGI application around another one.
@@ -48,6 +52,7 @@ class Exchanges:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
+        scope = _with_path(scope)
 
         def started(status: int) -> None:
             self._count(scope["path"], status)
@@ -63,6 +68,16 @@ class Exchanges:
                 nursery.cancel_scope.cancel()
         finally:
             exchange.drop()
+
+
+def _with_path(scope: Scope) -> Scope:
+    """A request whose target is a URL, as one whose target is a path (RFC 9112, 3.2.2). Its Host is that of the URL."""
+    url = _ABSOLUTE.fullmatch(scope["raw_path"])
+    if url is None:
+        return scope
+    host, path = url[1], url[2] or b"/"
+    headers = [(b"host", host), *(header for header in scope["headers"] if header[0] != b"host")]
+    return {**scope, "headers": headers, "raw_path": path, "path": unquote(path.decode("ascii"))}
 
 
 class _Exchange:
