@@ -156,7 +156,12 @@ def test_only_those_who_may_ask_are_answered(http: Server, place: Path) -> None:
         asked = http.ask("OPTIONS", CHAT, Origin="http://localhost:3000", Authorization="", **preflight)
         assert asked.status == 200, asked.body
         assert asked.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert "access-control-allow-private-network" not in asked.headers
         assert set(names.split(",")) <= set(asked.headers["access-control-allow-headers"].split(","))
+    private = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Private_Network": "true"}
+    asked = http.ask("OPTIONS", CHAT, Origin="http://localhost:3000", Authorization="", **private)
+    assert (asked.status, asked.headers["access-control-allow-private-network"]) == (200, "true")
+    assert http.ask("OPTIONS", CHAT, Origin="http://evil.example", Authorization="", **private).status == 400
 
     with server(place, "--no-key") as other:
         assert other.key is None

@@ -60,6 +60,7 @@ def make_app(client: Client, model: m.ModelInfo, access: Access, connections: Ca
         allow_origins=list(access.origins),
         allow_methods=["GET", "POST", "PUT"],
         allow_headers=["*"],  # OpenAI's JavaScript library sends some of its own
+        allow_private_network=True,  # Chrome asks for this before a page of the Internet may reach a loopback address
     )
     inside = Starlette(
         routes=routes,
