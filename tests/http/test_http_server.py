@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import random
 import signal
@@ -111,6 +112,15 @@ def test_refusals_have_openais_form(http: Server) -> None:
     ):
         content = [{"type": "image_url", name: value}]
         assert http.ask("POST", CHAT, {"messages": [{"role": "user", "content": content}]}).error["param"]
+    for stop in (5, [5]):
+        assert (
+            "one string or a list of strings"
+            in http.ask("POST", CHAT, {"messages": HELLO, "stop": stop}).error["message"]
+        )
+    for method, path in (("POST", CHAT), ("PUT", "/lease")):
+        refused = http.ask(method, path, gzip.compress(b"{}"), Content_Encoding="gzip")
+        assert (refused.status, refused.error["code"]) == (415, "unsupported_content_encoding")
+    assert http.ask("POST", CHAT, {"messages": HELLO}, Content_Encoding="identity").status == 200
     for body in (b"", b"{", b"[]", b"\xff", b'{"seed": NaN}', b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000):
         assert http.ask("POST", CHAT, body).error["code"] == "invalid_value"
     usage = {"stream": True, "stream_options": {"include_usage": None}}

@@ -90,7 +90,7 @@ class Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
-        document = request.parse(await http.body())
+        document = await _document(http)
         model = self._model
         asked = request.read(document, http.headers, chat=self._chat, n_ctx=model.n_ctx, thinks=model.thinks)
         made = answer.Answer(self._chat, model.name, asked.usage, asked.max_calls)
@@ -206,7 +206,7 @@ class Pages:
                 "not_implemented",
                 headers={"x-should-retry": "false"},  # OpenAI's clients ask again after 500 and above
             )
-        asked = request.read_embeddings(request.parse(await http.body()))
+        asked = request.read_embeddings(await _document(http))
         rows: list[Rows] = []
         n_tokens = 0
         for begin in range(0, len(asked.texts), EMBED_TEXTS):
@@ -248,9 +248,25 @@ class Pages:
     async def lease(self, http: Request) -> Response:
         """The lease in force. A PUT changes it first, and is answered when the memory is released."""
         if http.method == "PUT":
-            await self._client.set_budget(**_terms(request.parse(await http.body())), observe=False)
+            await self._client.set_budget(**_terms(await _document(http)), observe=False)
         budget = dataclasses.asdict(await self._client.budget())
         return JSONResponse({name: value for name, value in budget.items() if name not in ("id", "epoch")})
+
+
+async def _document(http: Request) -> request.Document:
+    """The JSON object in the body.
+
+    :raises Refusal: the body is compressed, too large or too slow, or is no JSON object.
+    """
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise Refusal(
+            415,
+            f"a body with Content-Encoding: {encoding} is not read: send it uncompressed",
+            "unsupported_content_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
+    return request.parse(await http.body())
 
 
 def _described(name: str) -> dict[str, object]:

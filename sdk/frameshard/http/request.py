@@ -271,7 +271,8 @@ def _sampling(document: Document, n_ctx: int) -> m.Sampling:
     except checks.Refused as refused:
         names = {"max_tokens": limit, "json_schema": "response_format", "bias": "logit_bias", "token": "logit_bias"}
         name = names.get(refused.field, refused.field)
-        raise bad(str(refused), name) from None
+        hint = "; it is one string or a list of strings" if name == "stop" else ""
+        raise bad(f"{refused}{hint}", name) from None
 
 
 def _thought(document: Document, thinks: bool) -> Document:
