@@ -174,3 +174,40 @@ def test_a_decode_that_got_no_memory_runs_once_more(
         refused.append(True)
         with pytest.raises(OutOfMemory):
             one.say(tale("fox"))
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_a_job_whose_cells_get_no_memory_waits_and_then_fails_alone(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    """Other jobs go on meanwhile. What a conversation has read is kept."""
+    monkeypatch.setattr(batch, "TAKEN_S", patience_s)
+    monkeypatch.setattr(batch, "TAKEN_PAUSE_S", 0.0)
+    with talk(tiny_model("llama"), n_parallel=2, mode="stream_only") as one:
+        expected = {name: one.say(tale(name), n_answer=40)[1] for name in ("fox", "owl")}
+        one.say(tale("elk"), "elk")
+        talking = one.start(tale("fox"), n_answer=40)
+        until_token(one, talking)
+        left, expect = [20], one.runtime.expect
+
+        def refuse(seq: int, length: int, **options: Any) -> None:
+            if left[0] and length > N_WORDS and one.batcher._slots[seq].job not in (None, other):
+                left[0] -= 1
+                raise OutOfMemory("no memory for a KV cache of this length")
+            expect(seq, length, **options)
+
+        (other,) = one.batcher._running()
+        monkeypatch.setattr(one.runtime, "expect", refuse)
+        owl, elk = one.start(tale("owl"), n_answer=40), one.start(tale("elk", "again " * N_WORDS), "elk")
+        events = one.events()
+        assert speakers(events).count(talking) == 39
+        failed = [event.error.name for event in events if isinstance(event, em.Failed)]
+        assert failed == ([] if patience_s else ["out_of_memory"] * 2)
+        left[0] = 0
+        if patience_s:
+            assert [event.id for event in events if isinstance(event, em.Token) and event.job == owl] == expected["owl"]
+            (reused,) = (each.n_reused for each in events if isinstance(each, em.Started) and each.job == elk)
+        else:
+            assert one.say(tale("owl"), n_answer=40)[1] == expected["owl"]
+            reused, _ = one.say(tale("elk", "again"), "elk")
+        assert reused > N_WORDS

@@ -78,10 +78,11 @@ TURN_DECODES = 8
 
 RATE_WINDOW_S = 2.0
 TAKEN_S = 3.0
-"""For how many seconds the decodes of a job are repeated if other programs leave too little VRAM. Then it fails."""
+"""For how many seconds the start of a job is repeated if its KV cache gets no memory, and its decodes if other programs
+leave too little VRAM. Then it fails."""
 
 TAKEN_PAUSE_S = 0.1
-"""The pause before such a decode is repeated."""
+"""The pause before that is repeated."""
 
 READ_S = 0.3
 """Parts of a prompt follow each other at once for so many seconds, if each takes less than that."""
@@ -118,7 +119,8 @@ class Batcher:
         self._drafted = self._accepted = 0
         self._model_drafted = self._model_accepted = 0
         self._costs = StepCosts(runtime)
-        self._taken_since: dict[int, float] = {}  # by job: since when other programs leave too little VRAM for it
+        self._taken_since: dict[int, float] = {}  # by job: since when it gets too little memory
+        self._start_at = 0.0  # no job starts before: the last one got no memory
         self._refused = False
         """The last decode got no memory, and nobody holds it. Who held it may have freed it meanwhile, so that decode
         runs once more."""
@@ -526,22 +528,47 @@ class Batcher:
         one is started only then: it can reuse what the one before has read."""
         events: list[em.JobEvent] = []
         waiting: set[str] = set()
+        if (pause_s := self._start_at - time.monotonic()) > 0:
+            if not self._running():
+                time.sleep(pause_s)
+            return events
         for job in list(self._queued):
             reading = any(other.prefilling and other.priority >= job.priority for other in self._running())
             # Jobs of one conversation run in the order they came.
             slot = None if reading or job.conversation in waiting else self._slot_for(job)
-            if slot is None:
-                if job.conversation is not None:
-                    waiting.add(job.conversation)
-                continue
-            self._queued.remove(job)
-            try:
-                events += self._start(job, slot)
-            except FrameshardError:
-                raise
-            except Exception as error:
-                events.append(self._defect(job, error))
+            if slot is not None:
+                self._queued.remove(job)
+                try:
+                    events += self._start(job, slot)
+                except OutOfMemory as error:
+                    events += self._put_back(job, slot, error)
+                except FrameshardError:
+                    raise
+                except Exception as error:
+                    events.append(self._defect(job, error))
+            if job in self._queued and job.conversation is not None:
+                waiting.add(job.conversation)
         return events
+
+    def _put_back(self, job: Job, slot: Slot, error: OutOfMemory) -> list[em.JobEvent]:
+        """Puts a job whose KV cache got no memory back into the queue. Its sequence is emptied, so that the decodes of
+        other jobs need no memory for it.
+
+        :returns: the "failed" event if the job has waited too long for memory.
+        """
+        reason = self._runtime.without_memory(error)
+        self.reuse.pause(job, slot)
+        slot.job, slot.conversation, slot.used_at = None, None, 0
+        self._runtime.clear(slot.seq)
+        slot.cut(0)
+        job.slot = None
+        job.shapes.clear()
+        now = time.monotonic()
+        if now - self._taken_since.setdefault(job.id, now) > TAKEN_S:
+            return [self._end(job, em.Failed(job.id, m.ErrorInfo.of(reason)))]
+        self._queued.appendleft(job)  # none of its conversation came before it
+        self._start_at = now + TAKEN_PAUSE_S
+        return []
 
     def _defect(self, job: Job, error: Exception) -> em.JobEvent:
         """Ends a job whose sampler, matcher or text raised an unexpected exception. Other jobs continue."""
