@@ -168,8 +168,9 @@ class RequestReader:
         return len(self._text_prompt(request).tokens)
 
     def _biases(self, sampling: m.Sampling) -> list[tuple[int, float]]:
-        """The biases of tokens. A text stands for each of its tokens, as in llama.cpp's server."""
-        biases: list[tuple[int, float]] = []
+        """The biases of tokens, one for each: of several, llama.cpp's sampler may add only the first. A text stands for
+        each of its tokens, as in llama.cpp's server."""
+        biases: dict[int, float] = {}
         for entry in sampling.logit_bias:
             if entry.token is not None and entry.token >= self._runtime.n_vocab:
                 raise BadArgument(
@@ -177,8 +178,9 @@ class RequestReader:
                     field="logit_bias",
                 )
             text_tokens = self._runtime.tokenizer.tokenize(entry.text, add_special=False)
-            biases += [(token, entry.bias) for token in (text_tokens if entry.token is None else [entry.token])]
-        return biases
+            for token in text_tokens if entry.token is None else [entry.token]:
+                biases[token] = biases.get(token, 0.0) + entry.bias
+        return list(biases.items())
 
     def _dry(self, sampling: m.Sampling, prompt: list[int]) -> Dry | None:
         if not (sampling.dry_multiplier and sampling.dry_penalty_last_n):
