@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import trio
+from batcher_driver import N_WORDS, tale, talk
 from engine_driver import Event, engine, ids
 
 import frameshard
@@ -233,6 +234,34 @@ def test_a_warm_up_reads_while_nothing_else_does(shallow_model: Path) -> None:
         assert child.stats()["kv_cache_entries"] == 1
 
 
+def test_conversations_with_the_same_text_keep_their_copies(tiny_model: Callable[[str], Path]) -> None:
+    """Each can be saved, and goes on from its own."""
+    names = ("fox", "owl", "elk")
+    with talk(tiny_model("llama")) as one:
+        for name in names:
+            one.say(tale("bard"), name)
+        one.say(tale("smith"), "smith")
+        assert all(one.batcher.reuse.copy_of(name) for name in names)
+        assert [conversation for conversation, *_ in one.blobs()] == [*reversed(names)]
+        assert one.say(tale("bard", "again"), "fox")[0] > N_WORDS
+        assert [bool(one.batcher.reuse.copy_of(name)) for name in names] == [True, True, True]
+
+
+@pytest.mark.parametrize("warm_first", [False, True])
+def test_lore_is_kept_though_a_conversation_has_the_same_text(
+    tiny_model: Callable[[str], Path], warm_first: bool
+) -> None:
+    with talk(tiny_model("llama")) as one:
+        for warms in (warm_first, not warm_first):
+            one.start(tale("bard"), None if warms else "fox", n_answer=1, warm_up=warms)
+            one.events()
+            one.say(tale("smith"), "smith")
+        for prompt in (tale("bard", "and on"), tale("fox")):  # the conversation goes on, and then has another text
+            one.say(prompt, "fox")
+        one.say(tale("smith", "and on"), "smith")
+        assert one.say(tale("bard", "is here"))[0] > N_WORDS
+
+
 def test_what_cannot_be_warmed_up_is_refused(tiny_model: Callable[[str], Path]) -> None:
     for name, options, named in (
         ("llama", {"kv_cache_bytes": 0}, "bad_argument"),
@@ -268,6 +297,23 @@ def test_the_store_drops_what_was_used_longest_ago() -> None:
     assert list(store) == [later, third, first]
     figures = {"kv_cache_bytes": 90, "kv_cache_entries": 3, "kv_cache_hits": 1, "kv_cache_evictions": 1}
     assert store.statistics() == figures
+
+
+def test_the_store_counts_data_once_that_several_blobs_share() -> None:
+    store = KvStore(100)
+    own = blob(60, [1], "talk")
+    prefix, paused = (Blob(tokens=[1], job=job, data=own.data) for job in (0, 7))
+    assert [store.put(each) for each in (own, prefix, paused)] == [True] * 3
+    assert list(store) == [paused, prefix, own]
+    again = Blob(tokens=[1, 2], job=7, data=own.data)
+    assert store.put(again)
+    assert list(store) == [again, prefix, own]
+    assert (store.statistics()["kv_cache_bytes"], store.has_room(40)) == (60, True)
+    for each in (own, prefix):
+        store.drop(each)
+    assert store.statistics()["kv_cache_bytes"] == 60
+    store.drop(again)
+    assert store.statistics()["kv_cache_bytes"] == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each copy has new memory")

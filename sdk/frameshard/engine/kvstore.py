@@ -148,6 +148,15 @@ class _Pages:
                 self._kept = pages, held_bytes
 
 
+def _replaces(blob: Blob, other: Blob) -> bool:
+    """Whether ``other`` is not needed beside ``blob``. One of a conversation or a paused job does not stand for another
+    with the same text: it is dropped when these go on."""
+    if blob.conversation is None and not blob.job and other.conversation is None and not other.job:
+        return (other.tokens, other.adapters, other.shapes) == (blob.tokens, blob.adapters, blob.shapes)
+    same_talk = blob.conversation is not None and blob.conversation == other.conversation
+    return same_talk or (blob.job != 0 and blob.job == other.job)
+
+
 class KvStore:
     """The blobs. Those that were made ahead of time are evicted first, then the least recently used.
 
@@ -189,8 +198,8 @@ class KvStore:
                 self._pages.drop()
 
     def put(self, blob: Blob) -> bool:
-        """Keeps a blob, as the most recently used one. It takes the place of the conversation's earlier blob, and of
-        one with the same text.
+        """Keeps a blob, as the most recently used one. It takes the place of the earlier blob of its conversation or
+        job; if it has neither, of such a one with the same text. Data that several blobs share counts once.
 
         :returns: false if it is larger than the limit. Then nothing changes.
         """
@@ -198,13 +207,12 @@ class KvStore:
             if blob.data.nbytes > self.limit_bytes:
                 return False
             for other in self:
-                same_text = (other.tokens, other.adapters, other.shapes) == (blob.tokens, blob.adapters, blob.shapes)
-                if same_text or (blob.conversation is not None and other.conversation == blob.conversation):
+                if _replaces(blob, other):
                     self.drop(other)
-            while self._bytes + blob.data.nbytes > self.limit_bytes:
+            while self._bytes + self._more(blob) > self.limit_bytes:
                 self._evict()
+            self._bytes += self._more(blob)
             self._blobs.append(blob)
-            self._bytes += blob.data.nbytes
             if not self.has_room(self._pages.kept_bytes):
                 self._pages.drop()
             return True
@@ -244,7 +252,11 @@ class KvStore:
         with self._lock:
             if blob in self._blobs:
                 self._blobs.remove(blob)
-                self._bytes -= blob.data.nbytes
+                self._bytes -= self._more(blob)
+
+    def _more(self, blob: Blob) -> int:
+        """The bytes of a blob that no blob in the store shares with it."""
+        return 0 if any(other.data is blob.data for other in self._blobs) else blob.data.nbytes
 
     def _evict(self) -> None:
         victim = next((other for other in self._blobs if other.ahead), None)

@@ -141,11 +141,13 @@ class Reuse:
         return False
 
     def finish_warm_up(self, slot: Slot) -> None:
-        """Keeps the cells that a warm-up has read.
+        """Keeps the cells that a warm-up has read. Those of a conversation or a paused job do not stand for them,
+        because these go on to another text.
 
         :raises BadArgument: they are larger than the store.
         """
-        if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) and not blob.ahead for blob in self.store):
+        lore = (blob for blob in self.store if blob.conversation is None and not blob.job)
+        if any((blob.tokens, blob.adapters) == (slot.tokens, slot.adapters) for blob in lore):
             return
         data = self._saved(slot) if self._fits(slot) else None
         if data is None or not self.store.put(self._blob(slot, data)):
