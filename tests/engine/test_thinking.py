@@ -140,29 +140,44 @@ def test_the_tokens_that_end_a_thought_come_once_and_in_order() -> None:
     assert said == [1, 2, 7, 8, 5]
 
 
+ENDS = {2: b"</s>", 100: b"<|end|>", 101: b"<|begin|>", 102: b"assistant", 103: b"<|content|>"}
+CLOSING = [100, 101, 102, 103]
+
+
+def ending(begin: Channel) -> Answer:
+    """The answer of a model whose marker behind a thought begins with a token that ends its output."""
+    thinking = Thinking("<|think|>", "<|end|><|begin|>assistant<|content|>", "", switches=False)
+    return Answer(
+        Channels(thinking.markers, begin),
+        (),
+        sentences=False,
+        limit=ThoughtLimit(closing=CLOSING),
+        marker_pieces={token: ENDS[token] for token in CLOSING},
+    )
+
+
 @pytest.mark.parametrize("end", ["<|end|>", "</s>"])
 def test_a_thought_that_the_model_ends_with_its_output_has_one_closing_marker(end: str) -> None:
     """The token that ends the output may be the first of the marker."""
-    thinking = Thinking("<|think|>", "<|end|><|begin|>assistant<|content|>", "", switches=False)
-    pieces = {2: b"</s>", 100: b"<|end|>", 101: b"<|begin|>", 102: b"assistant", 103: b"<|content|>"}
-    closing = [100, 101, 102, 103]
-    answer = Answer(
-        Channels(thinking.markers, Channel.THOUGHT),
-        (),
-        sentences=False,
-        limit=ThoughtLimit(closing=closing),
-        marker_pieces={token: pieces[token] for token in closing},
-    )
+    answer = ending(Channel.THOUGHT)
     sampled = [(7, b"I think "), (100 if end == "<|end|>" else 2, b""), (8, b"an answer")]
     tokens, given = [], Given("", (), "")
     while sampled:
         due = answer.due
-        token, piece = sampled.pop(0) if due is None else (due, pieces[due])
+        token, piece = sampled.pop(0) if due is None else (due, ENDS[due])
         tokens.append(token)
         given = given.followed_by(answer.push(token, piece, ends=token in (2, 100) and due is None))
     given = given.followed_by(answer.finish())
-    assert tokens == [7, *([2] if end == "</s>" else []), *closing, 8]
+    assert tokens == [7, *([2] if end == "</s>" else []), *CLOSING, 8]
     assert (given.thought, given.text) == ("I think ", "an answer")
+
+
+@pytest.mark.parametrize("end", [2, 100])
+def test_the_token_that_ends_an_answer_is_not_in_its_text(end: int) -> None:
+    answer = ending(Channel.TEXT)
+    given = answer.push(8, b"an answer", ends=False)
+    given = given.followed_by(answer.push(end, b"", ends=True)).followed_by(answer.finish())
+    assert (given.thought, given.text) == ("", "an answer")
 
 
 # ---- real engines ---------------------------------------------------------------------------------------------------

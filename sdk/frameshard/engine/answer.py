@@ -95,7 +95,9 @@ class Answer:
                 self._calls.begin(text)
             return self._cut(text)
         before = self._channels.active
-        parts = self._channels.push(self._decoder.decode(self._marker_pieces.get(token, piece)))
+        if not (ends and self.answering()):  # the token that ends the answer is in no marker
+            piece = self._marker_pieces.get(token, piece)
+        parts = self._channels.push(self._decoder.decode(piece))
         self._limit.add(token, before, self._channels.active, ends=ends)
         return self._given(parts)
 
