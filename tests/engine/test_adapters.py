@@ -288,6 +288,41 @@ def test_two_adapters_are_tried_in_an_abort_that_ends(
     assert (ended.returncode, ended.stdout.split()) == (0, ["failed", "stopped"]), ended.stderr[-2000:]
 
 
+BUDGET_FALLS = """
+import sys
+from frameshard.engine.llama import DecodeAborted
+from frameshard.engine.runtime import Runtime
+from frameshard.errors import BadModel
+from frameshard.plan.adapter import read_adapter
+from frameshard.wire.engine import EngineConfig
+
+config = EngineConfig(sys.argv[1], device="emulated", n_ctx=256, n_parallel=1, n_ubatch=16, n_threads=1)
+with Runtime.load(config) as runtime:
+    decode = runtime.llama.decode
+
+    def ended():
+        runtime.llama.decode = decode
+        raise DecodeAborted
+
+    runtime.llama.decode = ended
+    try:
+        runtime.load_adapter("a", read_adapter(sys.argv[2], runtime.model_info))
+    except BadModel:
+        print("refused")
+    assert runtime.length(0) == 0
+"""
+
+
+def test_an_adapter_is_tried_again_if_the_budget_falls_meanwhile(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Such a budget ends the graph. Then damaged weights would not have been found."""
+    make_adapter(tiny_model("llama"), tmp_path / "nan.gguf", gain=float("nan"))
+    command = [sys.executable, "-c", BUDGET_FALLS, str(tiny_model("llama")), str(tmp_path / "nan.gguf")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (0, "refused\n"), ended.stderr[-2000:]
+
+
 def test_a_damaged_adapter_is_refused_or_used(
     tiny_model: Callable[[str], Path], adapters: Callable[[str], dict[str, Path]], tmp_path: Path
 ) -> None:

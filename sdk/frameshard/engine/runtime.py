@@ -421,10 +421,9 @@ class Runtime:
         before, token = self._lengths[seq], Rows(seq, [self.tokenizer.first_token])
         self.adapters.use(((adapter, 1.0),))
         with contextlib.suppress(DecodeAborted):  # a stop command came meanwhile
-            (row,) = self.decode([token])
-            finite = self.is_finite(row)
+            logits = self.decode_tokens(seq, token.tokens)  # again if the budget falls meanwhile
             self.trim(seq, before)
-            if not finite:
+            if not np.isfinite(logits.max()):
                 path = str(adapter.file.path)
                 raise BadModel(
                     f"{path} computes NaN or infinity: its weights are damaged", path=path, adapter=adapter.name
