@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_driver import EngineProcess, engine, ids, user
+from engine_driver import PATIENCE_S, EngineProcess, engine, ids, user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,6 +124,46 @@ def test_each_text_of_a_request_counts(long: dict[str, Any]) -> None:
     finally:
         released.set()
         assert preparation.close(60)
+
+
+def test_short_requests_do_not_wait_for_a_new_form() -> None:
+    """To compile one may take seconds. One that is known may be short."""
+    delivered: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ready = {1: threading.Event(), 2: threading.Event(), 3: threading.Event()}
+
+    def read(request: Submit) -> Job:
+        if request.job in ready:
+            assert ready[request.job].wait(PATIENCE_S)
+        raise BadArgument("read")
+
+    preparation = Preparation(read, lambda job, outcome: delivered.put(job))
+
+    def submit(job: int, choices: tuple[str, ...] = (), **fields: Any) -> None:
+        preparation.submit(Submit(job, "completion", m.Sampling(choices=choices), prompt="abc", **fields))
+
+    def next_one() -> int:
+        return delivered.get(timeout=PATIENCE_S)
+
+    try:
+        submit(1, ("yes", "no"))
+        submit(4)
+        assert next_one() == 4
+        ready[1].set()
+        assert next_one() == 1
+        submit(2, tools=(m.Tool("price"),))
+        submit(5, ("yes", "no"))
+        assert next_one() == 5
+        submit(6, ("yes", "never"))
+        submit(3)  # nothing else is in the way of short ones
+        submit(7)
+        ready[2].set()
+        assert [next_one(), next_one()] == [2, 6]
+        ready[3].set()
+        assert [next_one(), next_one()] == [3, 7]
+    finally:
+        for each in ready.values():
+            each.set()
+        assert preparation.close(PATIENCE_S)
 
 
 def test_jobs_of_one_conversation_keep_their_order(child: EngineProcess) -> None:

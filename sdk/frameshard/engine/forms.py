@@ -122,17 +122,17 @@ class Forms:
 
     def matcher(self, form: Form) -> Matcher:
         """Checks a form and returns a matcher for a new answer. A new form may take a second or two, a cached one
-        milliseconds.
+        milliseconds, also while another thread checks a new one.
 
         :raises BadArgument: ``form`` cannot be used. The error says why and, for a JSON schema, where.
         :raises Unsupported: the model's vocabulary has no token that ends an answer.
         """
-        with self._lock:
-            text, refusal = self._try(form)
-            if refusal:
-                raise _refused(form.name, refusal)
-            if self._tokenizer is None:
-                self._tokenizer = _make_tokenizer(form.name, *self._vocabulary())
+        text, refusal = self._try(form)
+        if refusal:
+            raise _refused(form.name, refusal)
+        if self._tokenizer is None:
+            with self._lock:
+                self._tokenizer = self._tokenizer or _make_tokenizer(form.name, *self._vocabulary())
         return Matcher(self._tokenizer, form.name, text)
 
     def close(self) -> None:

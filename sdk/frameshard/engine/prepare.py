@@ -3,7 +3,7 @@
 Guarantees: jobs of one conversation are delivered in the order of their requests. Nothing is delivered for a job after
 its :meth:`Preparation.cancel`. If a request raises an exception, only its own job fails.
 
-There are two threads. One handles only short texts, so they never wait for a long prompt or an image.
+There are two threads. One handles only short texts, so they never wait for a long prompt, an image or a new form.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ logger = logging.getLogger("frameshard.engine")
 
 SHORT_CHARS = 1 << 14
 """The most characters of a short request. A request with more text, or with an image, goes to the other thread."""
+
+KNOWN_FORMS = 64
+"""So many forms are remembered. A request with another one goes to the other thread, because to compile a form may take
+seconds: the first one reads the vocabulary."""
 
 
 @dataclass(eq=False)
@@ -50,6 +54,7 @@ class Preparation:
         self._lock = threading.Lock()
         self._open: dict[int, _Entry] = {}  # by job number
         self._lines: dict[object, collections.deque[_Entry]] = {}  # by conversation
+        self._known_forms: collections.deque[int] = collections.deque(maxlen=KNOWN_FORMS)
         self._short: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._long: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._threads = [
@@ -73,7 +78,9 @@ class Preparation:
                 return
             self._open[number] = entry
             self._lines.setdefault(entry.line, collections.deque()).append(entry)
-        (self._short if _is_short(request) else self._long).put(entry)
+            form = _form_key(request)
+            quick = _is_short(request) and (form is None or form in self._known_forms)
+        (self._short if quick else self._long).put(entry)
 
     def cancel(self, number: int) -> bool:
         """Drops the request of job ``number``: nothing is delivered for it any more.
@@ -121,7 +128,10 @@ class Preparation:
                 if entry not in self._lines.get(entry.line, ()):
                     continue
             outcome = self._outcome(entry.request)
+            form = _form_key(entry.request)
             with self._lock:
+                if form is not None and form not in self._known_forms:
+                    self._known_forms.append(form)
                 entry.outcome = outcome
                 self._deliver_ready(entry.line)
 
@@ -141,6 +151,14 @@ class Preparation:
             self._deliver(entry.request.job, outcome)
         if not waiting:
             self._lines.pop(line, None)
+
+
+def _form_key(request: Submit) -> int | None:
+    """A number for the form that a request asks for; ``None`` if it asks for none."""
+    sampling = request.sampling
+    forms = sampling.json_schema, sampling.regex, sampling.lark, sampling.choices, request.tools
+    asks = any(forms) or request.tool_choice != "auto"
+    return hash((forms, request.tool_choice)) if asks else None
 
 
 def _is_short(request: Submit) -> bool:
