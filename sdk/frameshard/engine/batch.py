@@ -24,7 +24,8 @@ Stream-only mode promises the same text. A resumed job therefore repeats the sha
 decoded in the same chunks (``history``, from the "started" event). Its answer is decoded one token at a time, or with
 the same drafts, because drafts depend only on the text. This takes as long as the first run. Prefilling the answer in
 chunks was rejected, because whether that gives the same bits depends on the kernels for each type, shape and length of
-context. On the CPU it did with Q4_1 weights in all shapes that were tried, and it did not with F16.
+context. On the CPU it did with Q4_1 weights in all shapes that were tried, and it did not with F16. The same holds for
+the number of sequences in a step: where the bits depend on it, a text is the same only if as many jobs generate.
 
 LoRA adapters: llama.cpp applies one set of adapters to a whole graph, so only jobs with equal sets are decoded
 together. The sets take turns. To change the set costs time (:mod:`frameshard.engine.adapters`), so a set keeps its turn

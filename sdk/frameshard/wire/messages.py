@@ -196,8 +196,9 @@ class LogitBias:
 class Sampling:
     """How tokens are chosen.
 
-    In mode ``stream_only`` the same values, prompt and seed give the same text. In mode ``planned`` the plan,
-    speculative decoding and a restart of the engine may change the text where two tokens are almost equally likely.
+    In mode ``stream_only`` the same values, prompt and seed give the same text; with some weights and models only if as
+    many other jobs generate meanwhile (docs/characters.md). In mode ``planned`` the plan, speculative decoding and a
+    restart of the engine may change the text where two tokens are almost equally likely.
     """
 
     max_tokens: Annotated[int, checks.integer(1, 1 << 20, "tokens"), "Maximum length of the answer in tokens."] = 256
