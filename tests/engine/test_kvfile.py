@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batcher_driver import talk
+from batcher_driver import tale, talk
 from engine_driver import EngineProcess
 
 import tiny_models
@@ -23,7 +23,14 @@ from frameshard import ggml
 from frameshard.engine import kvfile
 from frameshard.engine.kvstore import Blob
 
-ENGINE = {"model": "ab" * 32, "kv_type": "f16", "device": "CUDA0", "mode": "stream_only", "llama_cpp": "1"}
+ENGINE = {
+    "model": "ab" * 32,
+    "kv_type": "f16",
+    "device": "CUDA0",
+    "mode": "stream_only",
+    "llama_cpp": "1",
+    "n_parallel": "4",
+}
 LIMITS = {"most_tokens": 512, "most_bytes": 1 << 20, "memory": lambda n_bytes: np.empty(n_bytes, np.uint8)}
 
 
@@ -77,6 +84,27 @@ def test_only_the_engines_own_file_is_used(tmp_path: Path) -> None:
         read(path, most_bytes=4999)
 
 
+def test_a_file_of_an_earlier_version_does_not_say_n_parallel(tmp_path: Path) -> None:
+    path, content = tmp_path / "mira.kv", blob()
+    earlier = {name: value for name, value in ENGINE.items() if name != "n_parallel"}
+    kvfile.write(str(path), earlier, content, kvfile.create(str(path), f"{path}.part"))
+    assert read(path).tokens == content.tokens
+
+
+def test_a_file_is_refused_whose_cells_llama_cpp_refuses(tiny_model: Callable[[str], Path]) -> None:
+    """It takes those of an engine with another context, also if the sliding windows of that one keep more cells."""
+    path = tiny_model("gemma3")
+    with talk(path, n_ctx=512, n_ubatch=512) as one:
+        one.say(tale("fox"), "fox")
+        usual, copy = kvfile.identity(one.runtime), one.batcher.reuse.copy_of("fox")
+        assert copy is not None
+    for n_parallel in (1, 2):
+        with talk(path, n_ctx=4096, n_ubatch=16, n_parallel=n_parallel) as one:
+            assert 0 < one.runtime.llama.sliding_cells < len(copy.tokens)
+            same = kvfile.identity(one.runtime) == usual
+            assert one.runtime.restore(0, copy.data, len(copy.tokens)) == same == (n_parallel == 1)
+
+
 def test_the_engine_is_told_by_all_that_changes_its_cells(tiny_model: Callable[[str], Path]) -> None:
     """Else a launch with another option would go on from cells that it would not have computed."""
 
@@ -85,8 +113,8 @@ def test_the_engine_is_told_by_all_that_changes_its_cells(tiny_model: Callable[[
             return kvfile.identity(one.runtime)
 
     usual = identity()
-    assert usual == identity(n_ctx=512, n_parallel=2, kv_cache_bytes=0)
-    others = {"name": "qwen3moe", "mode": "stream_only", "kv_type": "q8_0", "device": "emulated"}
+    assert usual == identity(n_ctx=512, kv_cache_bytes=0)
+    others = {"name": "qwen3moe", "mode": "stream_only", "kv_type": "q8_0", "device": "emulated", "n_parallel": 2}
     for option, value in others.items():
         assert identity(**{option: value}) != usual, option
 

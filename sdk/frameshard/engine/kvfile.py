@@ -93,6 +93,7 @@ def identity(runtime: Runtime) -> dict[str, str]:
         "frameshard": str(INTERFACE_VERSION),
         "gpu": "" if gpu is None else ggml.description(gpu),
         "rope_factors": runtime.model_info.rope_factors(runtime.n_ctx_seq),
+        "n_parallel": str(runtime.config.n_parallel),  # llama.cpp refuses the cells of another number of sequences
     }
     # What an engine does not have is left out, so that its earlier files can still be read.
     return {name: value for name, value in depends.items() if value}
@@ -194,7 +195,8 @@ def _read(
     if header.n_shapes > header.n_tokens:
         raise Unusable("it is damaged: its numbers are wrong")
     for name, value in engine.items():
-        if header.engine.get(name) != value:
+        unknown = value if name == "n_parallel" else None  # earlier versions did not write it
+        if header.engine.get(name, unknown) != value:
             raise Unusable(f"it is of another engine: {name} is {header.engine.get(name)}, not {value}")
     if header.n_tokens > most_tokens:
         raise Unusable(f"it has {header.n_tokens} tokens, more than the context of {most_tokens}")
