@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -98,11 +99,17 @@ def test_the_parts_add_up_to_what_the_system_counts(shallow_model: Path) -> None
     play(shallow_model, main)
 
 
-def test_all_files_of_a_model_are_counted_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["itself", "by a link", "otherwise since"])
+def test_all_files_of_a_model_are_counted_apart(tmp_path: Path, named: str) -> None:
     first, second = (tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2))
     for path in (first, second):
         path.write_bytes(bytes(4 * MIB))
+        if named == "by a link":  # as in the cache of the Hugging Face hub
+            path.rename(path.with_suffix(".blob"))
+            path.symlink_to(path.with_suffix(".blob"))
     pages = hostcount.ModelPages(str(first))
+    if named == "otherwise since":
+        second = second.rename(tmp_path / "renamed")
     before = hostcount.own(pages, emulated=False)
     with open(second, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert not any(mapped[:: mmap.PAGESIZE])
@@ -110,6 +117,9 @@ def test_all_files_of_a_model_are_counted_apart(tmp_path: Path) -> None:
     assert (before.mapped_bytes, after.mapped_bytes) == (0, 4 * MIB)
     assert after.bytes < before.bytes + 2 * MIB
     assert pages.cached_bytes() in (8 * MIB, None)
+    os.sync()  # pages that were just written stay
+    pages.forget()
+    assert pages.cached_bytes() in (0, None)
 
 
 def test_a_limit_below_the_floor_is_refused_and_changes_nothing(shallow_model: Path) -> None:

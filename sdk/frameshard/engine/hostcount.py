@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,7 @@ def own(model: ModelPages, *, emulated: bool) -> Own:
     """
     total = mapped = resident = pss = rss = size = 0
     of_file = False
+    files = model.files
     for line in (PROC / "self" / "smaps").read_bytes().splitlines():
         if line.startswith(b"Pss:"):
             pss = int(line.split()[1]) * KIB
@@ -130,10 +132,24 @@ def own(model: ModelPages, *, emulated: bool) -> Own:
                 if not (emulated and LARGE_PAGES in flags and NO_DUMP not in flags):
                     total += pss
         elif not line[:1].isupper():  # addresses, permissions, offset, device, inode, path
-            words = line.split(maxsplit=5)
-            name = model.names.get(words[4])
-            of_file = name is not None and name in words[-1]
+            of_file = _file_of(line) in files
     return Own(total, mapped - model.own_bytes, resident)
+
+
+def _file_of(mapping: bytes) -> tuple[bytes, bytes]:
+    """The device and the inode in a line of /proc/self/maps. Together they tell files apart. A path does not: it is the
+    target of a link, and the name after a renaming."""
+    words = mapping.split(maxsplit=5)
+    return words[3], words[4]
+
+
+def _file_at(address: int) -> tuple[bytes, bytes]:
+    """What :func:`_file_of` gives for the mapping at an address. `os.stat` may name another device, as on btrfs."""
+    for line in (PROC / "self" / "maps").read_bytes().splitlines():
+        begin, _, end = line[: line.index(b" ")].partition(b"-")
+        if int(begin, 16) <= address < int(end, 16):
+            return _file_of(line)
+    raise OSError(f"/proc/self/maps has no mapping at {address:x}")
 
 
 class ModelPages:
@@ -147,8 +163,8 @@ class ModelPages:
         found = models.locate(model)
         whole = found.n_bytes is None
         self._files = [_Pages(ModelFile(path) if whole else found) for path in models.files_of(Path(model))]
-        self.names = {file.inode: file.name for file in self._files}
-        """The names of the files by their inodes, as in /proc."""
+        self.files = {file.key for file in self._files}
+        """The device and the inode of each file, as in /proc/self/maps."""
 
     @property
     def own_bytes(self) -> int:
@@ -183,16 +199,15 @@ class _Pages:
     """The pages of one file, or of a part of it."""
 
     def __init__(self, found: ModelFile) -> None:
-        self.name = os.fsencode(found.path.name)
-        self._path = found.path
-        with open(found.path, "rb") as file:
-            status = os.fstat(file.fileno())
-            self.inode = str(status.st_ino).encode()
-            self._begin = found.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-            n_bytes = (found.offset + found.n_bytes if found.n_bytes else status.st_size) - self._begin
-            self._map = mmap.mmap(file.fileno(), n_bytes, access=mmap.ACCESS_READ, offset=self._begin)
+        self._file = os.open(found.path, os.O_RDONLY)  # kept: the path may name another file later
+        weakref.finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        self._begin = found.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        n_bytes = (found.offset + found.n_bytes if found.n_bytes else status.st_size) - self._begin
+        self._map = mmap.mmap(self._file, n_bytes, access=mmap.ACCESS_READ, offset=self._begin)
         self._is_told = _is_told(found.path, status.st_uid)
         self._bytes = np.frombuffer(self._map, np.uint8)
+        self.key = _file_at(self._bytes.ctypes.data)
         self._pages = np.empty(-(-len(self._map) // mmap.PAGESIZE), np.uint8)
 
     @property
@@ -201,8 +216,7 @@ class _Pages:
 
     def forget(self) -> None:
         if sys.platform == "linux":
-            with contextlib.suppress(OSError), open(self._path, "rb") as file:  # it may have been removed
-                os.posix_fadvise(file.fileno(), self._begin, len(self._map), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file, self._begin, len(self._map), os.POSIX_FADV_DONTNEED)
 
     def cached_bytes(self) -> int | None:
         libc = ctypes.CDLL(None, use_errno=True)
