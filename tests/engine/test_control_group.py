@@ -75,11 +75,12 @@ def test_a_container_sees_its_group_as_the_root(proc: Path, tmp_path: Path, line
     assert machine == hostcount.Machine(1024 * MIB, 124 * MIB, 3.0, "the control group")
 
 
-def test_groups_of_version_1(proc: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("controllers", ["memory", "cpu,memory"])
+def test_groups_of_version_1(proc: Path, tmp_path: Path, controllers: str) -> None:
     groups = tmp_path / "groups"
-    (proc / "self" / "cgroup").write_text("7:cpu:/\n4:memory:/docker/abc\n0::/\n")
-    v1(groups / "memory", limit_bytes=UNLIMITED, used_mb=3000)
-    v1(groups / "memory" / "docker" / "abc", limit_bytes=1024 * MIB, used_mb=1000, cached_mb=500)
+    (proc / "self" / "cgroup").write_text(f"7:cpuset:/\n4:{controllers}:/docker/abc\n0::/\n")
+    v1(groups / controllers, limit_bytes=UNLIMITED, used_mb=3000)
+    v1(groups / controllers / "docker" / "abc", limit_bytes=1024 * MIB, used_mb=1000, cached_mb=500)
     machine = hostcount.machine(proc, groups)
     assert machine == hostcount.Machine(1024 * MIB, 524 * MIB, 3.0, "the control group")
 

@@ -54,7 +54,7 @@ def _directories(proc: Path, mount: Path) -> Iterator[Path]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers and "memory" not in controllers.split(","):  # of version 1 several may be mounted together
             continue
         top = mount / controllers  # of version 2 without a name
         at = top / path.lstrip("/")
