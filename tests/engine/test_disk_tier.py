@@ -204,6 +204,25 @@ with load("planned", "emulated:2:0.1") as runtime:
     print(json.dumps([found, max(rates.profile.disk["rate"])]))
 """
 
+REMOVED = """
+import queue
+from dataclasses import replace
+from frameshard.engine import idle
+
+commands = queue.SimpleQueue()
+with load("planned", "emulated:2:0.1") as runtime:
+    rates = runtime.placement.rates
+    rates._profile = replace(rates.profile, disk={})  # as on a machine that was never profiled
+    disk = idle.IdleDisk(rates, commands.put, lambda: None)
+    runtime.device.set_host_budget(file_bytes // 2)
+    os.unlink(path)
+    while not disk.running:
+        time.sleep(disk.due_in())
+        disk.work()
+    commands.get(timeout=60)()
+    print(json.dumps([disk.running, rates.profile.disk, rates.lacks_disk, bool(np.isfinite(decode(runtime)).all())]))
+"""
+
 COUNTED = """
 from frameshard.engine import hostcount, hostmemory
 from frameshard.engine.kvstore import KvStore
@@ -334,6 +353,11 @@ def test_a_thread_measures_the_disk_in_an_idle_moment(own_deep_model: Path) -> N
     found, rate = run(MEASURED, own_deep_model)
     assert found == [True] * 11
     assert rate <= 0.1e9
+
+
+def test_idle_moments_go_on_when_the_model_file_is_removed(own_deep_model: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        assert run(REMOVED, Path(shutil.copy(own_deep_model, directory))) == [False, {}, False, True]
 
 
 def test_weights_that_are_dropped_meanwhile_do_not_count_as_the_processes(own_deep_model: Path) -> None:

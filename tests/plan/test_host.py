@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -132,4 +134,35 @@ def test_the_disk_is_measured(model_path: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(diskprobe, "measure", lambda path, most_gbps: measured.append(path) or {})
     assert diskprobe.measure_model(first, "emulated") == {}
     assert measured == [second]
+    second.unlink()
+    assert diskprobe.measure_model(first, "emulated") == {}
+    assert measured == [second]
     assert replace(PLAIN, disk=rates).disk_rate(1 << 20) == pytest.approx(rates["rate"][2])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="direct reads are measured on Linux alone")
+def test_a_file_that_becomes_shorter_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = tmp_path / "cut"
+    cut.write_bytes(b"")
+    monkeypatch.setattr(os, "fstat", lambda _: mock.Mock(st_size=64 << 20))  # before it was cut
+    assert diskprobe.measure(cut, 0.2) == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="direct reads are measured on Linux alone")
+def test_rates_are_kept_for_each_disk(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def rates_of(device: str) -> list[float]:
+        command = [sys.executable, "-m", "frameshard", "profile", "--json", "--seconds", "0.5", "--threads", "1"]
+        command += ["--model", str(model_path), "--device", device]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        rates: list[float] = json.loads(result.stdout)["disk"]["rate"]
+        return rates
+
+    slow, other, again = map(rates_of, ("emulated:1:0.001", "emulated:1", "emulated:1:0.001"))
+    assert max(slow) <= 1e6 < min(other)
+    assert again == slow  # not measured again
+    assert diskprobe.recall(model_path, "emulated:25:0.001")["rate"] == slow
+    assert diskprobe.recall(model_path, "emulated:1:0.002") == {}
+    monkeypatch.setattr(os, "statvfs", lambda _: mock.Mock(f_fsid=7))  # another disk has got the number
+    assert diskprobe.recall(model_path, "emulated:1") == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "profile",
         help="measure this machine's rates, which plans are made from",
         description="Measures copies, memory, and products and attention of the model's shapes in a few seconds, and "
-        "keeps the result for this machine and device. What is kept already is not measured again.",
+        "keeps the result for this machine, device and disk. What is kept already is not measured again.",
     )
     common.add_model_args(parser)
     parser.add_argument("--refresh", action="store_true", help="measure again what is kept")
@@ -101,15 +100,15 @@ def _cells(values: Iterable[float]) -> str:
 
 
 def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, seconds: float = 5.0) -> Profile:
-    """The profile for ``--device``. It is measured if none is kept, or if ``refresh`` is true.
+    """The profile for ``--device``, with the rates of the model's disk. What is not kept is measured, and all if
+    ``refresh`` is true.
 
     :param seconds: time in seconds for all measurements together.
     """
     from frameshard import native
     from frameshard.engine import diskprobe, gpus, llamalog
-    from frameshard.engine.probe import Measurements, cached_path
+    from frameshard.engine.probe import Measurements
     from frameshard.errors import BadArgument
-    from frameshard.plan.profile import save
 
     llamalog.install()
     inner = args.device
@@ -123,8 +122,8 @@ def measure(args: argparse.Namespace, model: Model, *, refresh: bool = False, se
         device, model, device_name=inner, n_threads=args.threads, refresh=refresh, seconds=seconds
     )
     profile = measurements.run()
-    if refresh or not profile.disk:
-        profile = replace(profile, disk=diskprobe.measure_model(model.path, inner))
-        with contextlib.suppress(OSError):  # a read-only cache: it is measured again
-            save(profile, cached_path(profile.fingerprint))
-    return profile
+    of_disk = {} if refresh else diskprobe.recall(model.path, inner)
+    if not of_disk:
+        of_disk = diskprobe.measure_model(model.path, inner)
+        diskprobe.keep(model.path, inner, of_disk)
+    return replace(profile, disk=of_disk)

@@ -1,8 +1,9 @@
-"""Measures how fast a model's file is read from its disk, past the page cache."""
+"""Measures how fast a model's file is read from its disk, past the page cache, and keeps the rates of each disk."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import sys
@@ -11,16 +12,20 @@ import time
 from pathlib import Path
 
 from frameshard import models, native
+from frameshard.errors import ModelNotFound
+from frameshard.plan import kept
+
+Rates = dict[str, list[float]]
+"""As :attr:`frameshard.plan.profile.Profile.disk` has them; empty if there are none."""
 
 READ_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 """The sizes of reads that are measured."""
 _READERS = 4  # as many as the shard device has
 
 
-def measure(path: Path, seconds: float = 1.0, most_gbps: float = 0.0) -> dict[str, list[float]]:
-    """The bytes per second of :data:`READ_BYTES`, four reads at a time, as for
-    :attr:`frameshard.plan.profile.Profile.disk`. Empty where files cannot be read past the page cache, and for a file
-    that is smaller than all of them.
+def measure(path: Path, seconds: float = 1.0, most_gbps: float = 0.0) -> Rates:
+    """The bytes per second of :data:`READ_BYTES`, four reads at a time. Empty where files cannot be read past the page
+    cache, and for a file that is smaller than all of them.
 
     :param path: the file; it is only read.
     :param seconds: time for all sizes together.
@@ -40,14 +45,43 @@ def measure(path: Path, seconds: float = 1.0, most_gbps: float = 0.0) -> dict[st
     return {}
 
 
-def measure_model(model: Path, device: str) -> dict[str, list[float]]:
-    """The rates of the disk that a model is on, as :func:`measure` gives them. Of several files the largest is read:
-    the first one may hold no weights.
+def measure_model(model: Path, device: str) -> Rates:
+    """The rates of the disk that a model is on, as :func:`measure` gives them. Empty if its file is gone.
 
     :param device: name of the device, which limits the rates if it is an emulated one with a disk.
     """
-    largest = max(models.files_of(model), key=os.path.getsize)
-    return measure(largest, most_gbps=native.parse_device(device).disk_gbps)
+    with contextlib.suppress(OSError, ModelNotFound):
+        return measure(_largest(model), most_gbps=native.parse_device(device).disk_gbps)
+    return {}
+
+
+def recall(model: Path, device: str) -> Rates:
+    """What :func:`keep` has kept for the disk that a model is on."""
+    with contextlib.suppress(OSError, ModelNotFound, ValueError, TypeError, KeyError):
+        document = json.loads(_path(model, device).read_text("utf-8"))
+        sizes, rates = (list(map(float, document[name])) for name in ("read_bytes", "rate"))
+        if len(sizes) == len(rates) and min(sizes + rates, default=0.0) > 0:
+            return {"read_bytes": sizes, "rate": rates}
+    return {}
+
+
+def keep(model: Path, device: str, rates: Rates) -> None:
+    """Keeps the measured rates of the disk that a model is on, for all models on it."""
+    with contextlib.suppress(OSError, ModelNotFound):
+        kept.try_write(_path(model, device), rates, "the rates of the disk are")
+
+
+def _largest(model: Path) -> Path:
+    """Of several files of a model the one to read: the first one may hold no weights."""
+    return max(models.files_of(model), key=os.path.getsize)
+
+
+def _path(model: Path, device: str) -> Path:
+    """Where the rates of a disk are kept. After a restart another disk may have the number of this one, so its file
+    system counts, too."""
+    file = _largest(model)
+    system = os.statvfs(file).f_fsid if sys.platform == "linux" else 0
+    return kept.path_of([os.stat(file).st_dev, system, native.parse_device(device).disk_gbps], "disk-")
 
 
 def _rate(fd: int, size: int, seconds: float) -> float:
@@ -65,7 +99,10 @@ def _rate(fd: int, size: int, seconds: float) -> float:
         with mmap.mmap(-1, size) as memory, contextlib.suppress(OSError):
             place = reader
             while not done[reader] or time.monotonic() < start + seconds:
-                done[reader] += os.preadv(fd, [memory], (place * 7919 % n_places) * size)
+                n_read = os.preadv(fd, [memory], (place * 7919 % n_places) * size)
+                if n_read == 0:
+                    break  # the file has become shorter
+                done[reader] += n_read
                 place += _READERS
                 ended[reader] = time.monotonic()
 

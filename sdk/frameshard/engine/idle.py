@@ -22,9 +22,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from frameshard.engine import diskprobe
 from frameshard.engine.rates import Rates
 from frameshard.engine.runtime import Runtime
-from frameshard.errors import OutOfMemory
+from frameshard.errors import OutOfMemory, internal
 from frameshard.native import ProbeStopped, ShardDevice
 
 logger = logging.getLogger("frameshard.engine")
@@ -157,10 +158,14 @@ class IdleDisk:
             threading.Thread(target=self._measure, args=given, name="disk", daemon=True).start()
 
     def _measure(self, rates: Rates, disturbed_at: float) -> None:
-        of_disk = rates.measure_disk()
+        of_disk: diskprobe.Rates = {}
+        try:
+            of_disk = rates.measure_disk()
+        except Exception as error:  # the idle moments go on
+            internal(logger, "the measurement of the disk", error)
         self._on_main(lambda: self._take(rates, of_disk, disturbed_at))
 
-    def _take(self, rates: Rates, of_disk: dict[str, list[float]], disturbed_at: float) -> None:
+    def _take(self, rates: Rates, of_disk: diskprobe.Rates, disturbed_at: float) -> None:
         self.running = False
         if self._disturbed_at == disturbed_at:
             rates.adopt_disk(of_disk)

@@ -20,7 +20,7 @@ logger = logging.getLogger("frameshard.engine")
 
 
 class Rates:
-    """The rates of one machine, device and model. Only the thread that decodes may change them.
+    """The rates of one machine, device, model, and the model's disk. Only the thread that decodes may change them.
 
     :param device_name: the device's name in the launch options.
     :param measure: measure at the load what the kept profile lacks. If false, the load plans from an estimate and
@@ -60,12 +60,13 @@ class Rates:
                 n_threads=self._n_threads,
                 kv_type=self._kv_type,
             )
+            of_disk = diskprobe.recall(self._model.path, self._device_name)
             if self._measure or measurements.complete:
-                self._profile = measurements.run()
+                self._profile = replace(measurements.run(), disk=of_disk)
                 self._practice = Practice(self._model, self._profile, self._mode, self._device.stats)
                 logger.info("plans are made from the measured profile of this machine")
             else:
-                self._profile = measurements.estimate()
+                self._profile = replace(measurements.estimate(), disk=of_disk)
                 self.measurements = measurements
                 logger.info("plans are made from an estimate of this machine, until an idle moment to measure it")
             self._on_loading(1)
@@ -82,11 +83,11 @@ class Rates:
         weights to be in host memory."""
         return not (self._knows_disk or self.profile.disk) and self._device.stats().host_budget_bytes > 0
 
-    def measure_disk(self) -> dict[str, list[float]]:
-        """[any thread] Measures the model's disk; takes about a second."""
+    def measure_disk(self) -> diskprobe.Rates:
+        """[any thread] Measures the model's disk; takes about a second. Empty if it cannot be measured."""
         return diskprobe.measure_model(self._model.path, self._device_name)
 
-    def adopt_disk(self, rates: dict[str, list[float]]) -> None:
+    def adopt_disk(self, rates: diskprobe.Rates) -> None:
         """Uses measured rates of the disk; empty if it cannot be measured. The next plan is made with them."""
         self._knows_disk, self._profile = True, replace(self.profile, disk=rates)
 
