@@ -109,6 +109,7 @@ fsd_status Device::commit(std::string &why) {
               std::to_string((ledger.floor() + (1 << 20) - 1) >> 20) + " MiB";
         return FSD_BELOW_FLOOR;
     }
+    count_weights();
     cache.plan();
     if (!parked && !host.commit()) { // while parked, all KV blocks count as host memory
         why = below_host_floor(host.budget(), host.floor());
@@ -449,6 +450,17 @@ bool Device::apply_budget_if_idle() {
 }
 
 // ------------------------------------------------------------------------------------------------------------ host memory
+
+// What of the model's file is mapped now counts as weights.
+void Device::count_weights() {
+    for (Buffer *b : buffers) {
+        if (b->attached && !cache.is_open()) {
+            host.remove_weights(b->host_bytes);
+            b->host_bytes = cache.narrow(b->base);
+            host.add_weights(b->host_bytes);
+        }
+    }
+}
 
 void Device::open_cache() {
     if (!cache.is_open() && cache.floor() > 0 && !host.within_budget()) {

@@ -130,6 +130,7 @@ struct Device {
   private:
     void give_back(); // all VRAM but the driver's and that of KV blocks
     bool take_scratch();
+    void count_weights();
     void open_cache();
     bool uses_cpu() const;
     uint64_t graph_bytes() const;               // of compute buffers, for the largest graphs

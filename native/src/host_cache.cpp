@@ -11,12 +11,21 @@ static constexpr uint64_t kMostBuffer = 64 * kMiB;
 // pages, and graphs seldom have more than 512 tokens.
 static constexpr uint64_t kEmbeddingBytes = 4 * kMiB;
 
-uint64_t HostCache::add(char *window, size_t bytes) {
+void HostCache::add(char *window, size_t bytes) {
     std::unique_ptr<MappedFile> file = MappedFile::find(window);
     all_files_ = all_files_ && file;
-    const uint64_t mapped = file ? (uint64_t)(file->end() - file->begin()) : bytes;
     files_.push_back({std::move(file), window, bytes});
-    return mapped;
+}
+
+uint64_t HostCache::narrow(const char *window) {
+    const auto w =
+        std::find_if(files_.begin(), files_.end(), [window](const Window &each) { return each.begin == window; });
+    GGML_ASSERT(!is_open() && w != files_.end());
+    if (!w->file) {
+        return w->bytes;
+    }
+    w->file->narrow(w->begin, w->bytes);
+    return (uint64_t)(w->file->end() - w->file->begin());
 }
 
 void HostCache::close() {
@@ -79,7 +88,6 @@ void HostCache::open() {
     for (Window &w : files_) {
         inner_.detach(w.begin);
         inner_.attach(w.begin, w.bytes, false);
-        w.file->narrow(w.begin, w.bytes);
         w.file->give_back(w.file->begin(), (size_t)(w.file->end() - w.file->begin()));
         w.file->forget(w.file->begin(), (size_t)(w.file->end() - w.file->begin()));
     }

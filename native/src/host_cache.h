@@ -28,9 +28,11 @@ class HostCache {
     HostCache(const HostCache &) = delete;
     HostCache &operator=(const HostCache &) = delete;
 
-    // Remembers the file that a window on weights is of; to be called before anything changes its pages. Returns the bytes of
-    // its mapping, which may have more than the window; those of the window if it is not of a file.
-    uint64_t add(char *window, size_t bytes);
+    // Remembers the file that a window on weights is of; to be called before anything changes its pages.
+    void add(char *window, size_t bytes);
+    // llama.cpp has loaded the model, and unmapped what is not of it: most of a pak file. Returns the bytes of the mapping
+    // around a window that are left; those of the window if it is not of a file. Not once the cache is open.
+    uint64_t narrow(const char *window);
     // The mapping goes away, with all that is held in it. Waits for reads under way.
     void close();
     void set_script(const DiskScript &script) { script_ = script; }

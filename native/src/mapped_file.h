@@ -22,7 +22,7 @@ class MappedFile {
     MappedFile &operator=(const MappedFile &) = delete;
 
     // The program that mapped the file may have unmapped parts of it since. To be called before pages are held; the range that
-    // is given is still mapped.
+    // is given is still mapped. If its pages are other memory by now, only they are left.
     void narrow(char *from, size_t bytes);
     char *begin() const { return begin_; }
     char *end() const { return end_; }

@@ -338,8 +338,9 @@ static ggml_backend_buffer_t dev_from_host_ptr(ggml_backend_dev_t, void *ptr, si
     {
         std::lock_guard<std::mutex> lock(d.graph_mutex);
         expect_unread_load(false); // llama.cpp has mapped its files
-        c->host_bytes = d.cache.add((char *)ptr, size);
+        d.cache.add((char *)ptr, size);
     }
+    c->host_bytes = size; // until commit() knows what of the file stays mapped
     d.host.add_weights(c->host_bytes);
     const bool all = d.host.budget() == 0 || c->host_bytes <= d.host.budget(); // otherwise it will not be held as it is
     const HostPath path = d.inner.attach(ptr, size, all);

@@ -22,6 +22,7 @@ from make_adapter import make_adapter
 from sidecars import in_trio
 
 OFFSET = 3 * 4096 + 32  # not at the beginning of a page
+MIB = 1 << 20
 CASTLE = user("Who lives in the old castle?")
 
 
@@ -48,6 +49,35 @@ def test_answers_as_the_file_does(device: str, pak: Path, shallow_model: Path) -
             answers.append(ids(child.run(CASTLE)))
     assert answers[0] == answers[1]
     assert len(answers[0]) > 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="host memory is counted on Linux")
+def test_the_rest_of_the_pak_counts_as_no_host_memory(shallow_model: Path, tmp_path: Path) -> None:
+    around, budget = 50 * MIB, 64 * MIB
+    path = tmp_path / "large.pak"
+    with open(path, "wb") as file:
+        file.truncate(around + OFFSET)
+        file.seek(around + OFFSET)
+        file.write(shallow_model.read_bytes())
+        file.truncate(file.tell() + around)
+    found = []
+    for each in (shallow_model, part(path, around + OFFSET, shallow_model.stat().st_size)):
+        fields = {"device": "emulated", "mode": "stream_only", "vram_budget_bytes": budget, "n_parallel": 1}
+        with engine(each, **fields) as child:
+            child.run(CASTLE)
+            child.budget(budget, host_bytes=1)
+            child.wait_for("refused")  # host memory is measured anew
+            host = child.stats()["host"]
+            found.append([host["weights_bytes"], host["processes_bytes"], host["floor_bytes"]])
+            # With room for the model the disk tier stays closed.
+            child.budget(budget, host_bytes=host["used_bytes"] + around, timeout_s=60)
+            assert child.wait_for("refused", "released")["ev"] == "released"
+            child.run(CASTLE)
+            host = child.stats()["host"]
+            assert host["device"]["disk_read_bytes"] == 0
+            assert host["used_bytes"] <= host["budget_bytes"]
+    for bare, packed in zip(*found, strict=True):
+        assert abs(packed - bare) < 32 * MIB
 
 
 def test_only_the_part_is_read_ahead(tmp_path: Path) -> None:
