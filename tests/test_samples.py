@@ -24,6 +24,7 @@ from mutants import Gguf
 
 REPO = Path(__file__).parents[1]
 SCENE = REPO / "samples" / "npc_dialogue" / "main.py"
+MEMORY = REPO / "samples" / "npc_memory" / "main.py"
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -133,18 +134,75 @@ def test_the_scene_names_a_missing_model(tmp_path: Path) -> None:
 
 def test_the_innkeeper_remembers_across_saves(wordy_model: Path, encoder_path: Path, tmp_path: Path) -> None:
     save = tmp_path / "mira.save"
-    scene = str(REPO / "samples" / "npc_memory" / "main.py")
-    result = run(scene, "--unattended", "--model", str(wordy_model), "--device", "cpu", "--save", str(save))
+    options = ["--model", str(wordy_model), "--device", "cpu", "--save", str(save)]
+    result = run(str(MEMORY), "--unattended", *options)
     assert result.returncode == 0, result.stderr
     assert figures(r"(\d+) of (\d+) questions brought the right memory back", result.stdout) == [3, 3]
     assert figures(r"Mira remembers (\d+) things\nYou: Can", result.stdout) == [4]
     with np.load(save) as saved:
         assert saved["rows"].shape == (7, 384)
-    command = [sys.executable, scene, "--model", str(wordy_model), "--device", "cpu", "--save", str(save)]
-    left = subprocess.run(command, input="Good day.\nleave\n", capture_output=True, text=True, timeout=600)
+    lines = f"{'word ' * 600}\nGood day.\n"
+    left = subprocess.run([sys.executable, MEMORY, *options], input=lines, capture_output=True, text=True, timeout=600)
     assert left.returncode == 0, left.stderr
+    assert "too much to say at once" in left.stdout
     with np.load(save) as saved:
-        assert saved["texts"][-1] == "Good day.", "what was said on the last day is saved, too"
+        assert saved["texts"].tolist()[7:] == ["Good day."], "what was said on the last day is saved, too"
+
+
+def test_the_innkeeper_saves_at_ctrl_c_while_she_reads_a_pipe(
+    wordy_model: Path, encoder_path: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "mira.save"
+    command = [sys.executable, MEMORY, "--model", wordy_model, "--device", "cpu", "--save", save]
+    with sidecars.started(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"Good day.\n")
+        process.stdin.flush()
+        said = b""
+        while said.count(b"You: ") < 2:
+            part = os.read(process.stdout.fileno(), 1 << 16)
+            assert part, said
+            said += part
+        process.send_signal(signal.SIGINT)
+        assert process.wait(sidecars.DEADLINE_S) == 130
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+    with np.load(save) as saved:
+        assert saved["texts"].tolist() == ["Good day."]
+
+
+def test_the_innkeeper_keeps_her_memories_under_another_encoder(
+    wordy_model: Path, encoder_path: Path, tmp_path: Path
+) -> None:
+    """More of them than one call embeds. Her standard input is closed, so the day ends at once."""
+    save, texts = tmp_path / "mira.npz", [f"I saw {number} sheep." for number in range(65)]
+    np.savez(save, encoder="another.gguf", texts=np.array(texts), rows=np.zeros((65, 8), np.float16))
+    command = [sys.executable, MEMORY, "--model", wordy_model, "--device", "cpu", "--save", save]
+    left = subprocess.run(command, preexec_fn=lambda: os.close(0), capture_output=True, text=True, timeout=600)
+    assert left.returncode == 0, left.stderr
+    assert "Mira remembers 65 things" in left.stdout
+    with np.load(save) as saved:
+        assert saved["texts"].tolist() == texts
+        assert saved["encoder"] == encoder_path.name
+        assert saved["rows"].shape == (65, 384)
+        assert np.allclose(np.linalg.norm(saved["rows"].astype(np.float32), axis=1), 1, atol=0.01)
+
+
+@pytest.mark.parametrize("save", ["junk", "array", "other", "missing/mira"])
+def test_the_innkeeper_refuses_a_save_before_the_launch(save: str, tmp_path: Path) -> None:
+    (tmp_path / "junk").write_bytes(b"junk")
+    with (tmp_path / "array").open("wb") as array, (tmp_path / "other").open("wb") as other:
+        np.save(array, np.zeros(3))
+        np.savez(other, rows=np.zeros(3))
+    path = tmp_path / save
+    result = run(str(MEMORY), "--model", "no.gguf", "--embedder", "no.gguf", "--save", str(path))
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"bad_argument: {path} cannot keep her memories: ")
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("sample", "word"), [("npc_memory", b"You: "), ("traders", b"A market")])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 import encoder
@@ -21,7 +22,7 @@ import trio
 
 import frameshard
 from frameshard import models
-from frameshard.errors import FrameshardError
+from frameshard.errors import BadArgument, ContextOverflow, FrameshardError
 
 MIRA = "You are Mira, the innkeeper of the Gilded Tankard. You answer a guest in one friendly sentence."
 EVENING = (
@@ -41,19 +42,44 @@ RECALLED = 2
 LIKENESS = 0.2
 """At most so many memories are put into a prompt, and none that resembles the line less."""
 
+MOST_TEXTS = 64
+"""At most so many texts are in one call of `embed`."""
+
 ANSWER = frameshard.Sampling(max_tokens=40, temperature=0.0)
 
 
 class Memories:
-    """Texts and their embeddings.
+    """Texts and their embeddings, kept in a file.
 
-    :param encoder: name of the encoder's file: rows of another one cannot be compared.
+    :raises BadArgument: the file has something else, or cannot be written.
     """
 
-    def __init__(self, encoder: str) -> None:
-        self.encoder = encoder
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.encoder = ""
+        """Name of the file of the encoder that made the rows."""
         self.texts: list[str] = []
         self.rows: list[np.ndarray] = []
+        try:
+            with path.open("ab"):  # fails now and not at night
+                pass
+            if path.stat().st_size:
+                self._load()
+        except (OSError, ValueError, LookupError, zipfile.BadZipFile) as error:
+            raise BadArgument(f"{path} cannot keep her memories: {error}") from None
+
+    def _load(self) -> None:
+        with self.path.open("rb") as file:
+            saved = np.load(file)
+            self.encoder, self.texts, self.rows = str(saved["encoder"]), saved["texts"].tolist(), list(saved["rows"])
+
+    async def use(self, sidecar: frameshard.Client) -> None:
+        """Embeds the texts anew if another encoder made the rows: rows of different encoders cannot be compared."""
+        encoder = (await sidecar.model_info()).embedder
+        if encoder != self.encoder:
+            starts = range(0, len(self.texts), MOST_TEXTS)
+            parts = [await sidecar.embed(self.texts[start : start + MOST_TEXTS]) for start in starts]
+            self.encoder, self.rows = encoder, [row for part in parts for row in part]
 
     def add(self, text: str, row: np.ndarray) -> None:
         self.texts.append(text)
@@ -67,16 +93,10 @@ class Memories:
         closest = np.argsort(-likeness)[:RECALLED]
         return [(float(likeness[i]), self.texts[i]) for i in closest if likeness[i] >= LIKENESS]
 
-    def save(self, path: Path) -> None:
+    def save(self) -> None:
         texts, rows = np.array(self.texts, str), np.array(self.rows, np.float16)
-        with path.open("wb") as file:  # np.savez would add .npz to another name
+        with self.path.open("wb") as file:  # np.savez would add .npz to another name
             np.savez(file, encoder=self.encoder, texts=texts, rows=rows)
-
-    def load(self, path: Path) -> None:
-        """Takes what was saved. Rows of another encoder are left out; a game would embed the texts again."""
-        with np.load(path) as saved:
-            if str(saved["encoder"]) == self.encoder:
-                self.texts, self.rows = [str(text) for text in saved["texts"]], list(saved["rows"])
 
 
 async def answer(sidecar: frameshard.Client, memories: Memories, line: str) -> list[tuple[float, str]]:
@@ -101,28 +121,42 @@ async def day(args: argparse.Namespace, lines: list[str] | None, path: Path) -> 
     :param lines: what the guest says; None: what is typed.
     :returns: for each line, what Mira was reminded of; None if the guest leaves.
     """
+    memories = Memories(path)
     options = {"device": args.device, "n_ctx": 1024, "n_parallel": 1, "embedder": models.resolve(args.embedder)}
     async with frameshard.launch(models.resolve(args.model), **options) as sidecar:
-        memories = Memories((await sidecar.model_info()).embedder)
-        if path.exists():
-            memories.load(path)
+        await memories.use(sidecar)
         print(f"--- a new day; Mira remembers {len(memories.texts)} things")
         reminded = []
         said = iter(lines or ())
-        while line := next(said, "") if lines is not None else await typed_line():
-            if line == "leave":
-                break
-            if lines is not None:
-                print(f"You: {line}")
-            reminded.append(await answer(sidecar, memories, line))
-        memories.save(path)
+        try:
+            while line := next(said, "") if lines is not None else await typed_line():
+                if line == "leave":
+                    break
+                if lines is not None:
+                    print(f"You: {line}")
+                try:
+                    reminded.append(await answer(sidecar, memories, line))
+                except ContextOverflow as error:
+                    print(f"  (too much to say at once: {error})", flush=True)
+        finally:  # also after Ctrl-C or an error
+            memories.save()
         print(f"--- saved {len(memories.texts)} memories in {path.stat().st_size} bytes")
         return None if line == "leave" else reminded
 
 
 async def typed_line() -> str:
     """Read in a thread, so that the client can answer the sidecar meanwhile. Ctrl-C leaves the thread behind."""
-    return await trio.to_thread.run_sync(input, "You: ", abandon_on_cancel=True)
+    print("You: ", end="", flush=True)
+    return await trio.to_thread.run_sync(read_line, abandon_on_cancel=True)
+
+
+def read_line() -> str:
+    """A line of standard input; "leave" at its end."""
+    if sys.stdin is None:  # it was closed before the start
+        return "leave"
+    # Not through the buffer: a thread that is left behind would hold its lock, without which Python cannot end.
+    line = sys.stdin.buffer.raw.readline()
+    return line.decode(sys.stdin.encoding, "replace").strip() if line else "leave"
 
 
 async def play(args: argparse.Namespace) -> int:
@@ -155,7 +189,7 @@ def main() -> int:
     except FrameshardError as error:
         print(f"{error.name}: {error}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, EOFError):
+    except KeyboardInterrupt:
         return 130
 
 
