@@ -24,6 +24,7 @@ from mutants import Gguf
 
 REPO = Path(__file__).parents[1]
 SCENE = REPO / "samples" / "npc_dialogue" / "main.py"
+GUARD = REPO / "samples" / "scene_reasoning" / "main.py"
 MEMORY = REPO / "samples" / "npc_memory" / "main.py"
 
 
@@ -88,12 +89,63 @@ def test_help_does_not_train_the_adapter(tmp_path: Path) -> None:
 
 def test_the_guard_says_what_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "pygame.py").write_text("raise ModuleNotFoundError('No module named pygame', name='pygame')")
-    scene = REPO / "samples" / "scene_reasoning" / "main.py"
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, scene, "--help"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, GUARD, "--help"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (1, "pygame is not installed: pip install 'frameshard[samples]'\n")
+
+
+@pytest.fixture
+def sprites_cache(mmproj_path: Path, tmp_path: Path) -> dict[str, str]:
+    """The environment in which the guard finds his sprites, which are squares, and a tower with random weights."""
+    pygame = pytest.importorskip("pygame")
+    sprites = tmp_path / "frameshard" / "models" / "sprites"
+    for name in ("bomb", "box", "card", "door", "flag", "ladder", "person", "robot"):
+        (sprites / "art" / name).mkdir(parents=True)
+        pygame.image.save(pygame.Surface((16, 16), pygame.SRCALPHA), sprites / "art" / name / "0.png")
+    (sprites / "mmproj-sprites.gguf").symlink_to(mmproj_path)
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize("device", ["emulated", "cpu"])
+def test_the_guard_gets_budgets_that_the_model_can_work_with(
+    device: str, wordy_model: Path, sprites_cache: dict[str, str]
+) -> None:
+    command = [sys.executable, GUARD, "--unattended", "--model", wordy_model, "--device", device]
+    result = subprocess.run(
+        command, env=sprites_cache, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    if device == "cpu":
+        assert "6 answers, 0 changes of the budget;" in result.stdout
+        return
+    least, most = figures(r"6 answers, [1-6] changes of the budget \((\d+) to (\d+) MiB\)", result.stdout)
+    assert 0 < least <= most <= wordy_model.stat().st_size / 2**20 + 48  # the rest: context, steps, the vision tower
+
+
+def test_ctrl_c_ends_the_guard(wordy_model: Path, sprites_cache: dict[str, str]) -> None:
+    with sidecars.started(
+        [sys.executable, GUARD, "--unattended", "--model", wordy_model], env=sprites_cache,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith(b"Guard: "):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=sidecars.DEADLINE_S)
+        assert process.returncode == 130, said
+    assert b"Traceback" not in said
+
+
+@pytest.mark.parametrize("option", ["--budgets=", "--budgets=64,abc", "--screenshot=/missing/shot.png"])
+def test_the_guard_refuses_a_bad_option_before_the_launch(option: str) -> None:
+    pytest.importorskip("pygame")
+    result = run(str(GUARD), "--unattended", "--model", "no.gguf", option)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("main.py: error: ")
+    assert option.split("=")[0] in result.stderr.splitlines()[-1]
 
 
 @sidecars.in_trio

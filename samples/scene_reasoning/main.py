@@ -7,7 +7,7 @@
 By default the model is SmolLM2 with a small vision tower, which sprites.py builds. It names one of 36 kinds of sprites
 and nothing else, so the guard looks at one spot of the frame at a time. A full vision-language model gets the whole
 frame and is asked in words, and for JSON (scene.schema.json). Needs pygame-ce: pip install 'frameshard[samples]'.
-Without a GPU the scene runs on the emulated device.
+The scene runs on the emulated device; `--device auto` takes the best GPU.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ SPOT = 224
 TABLE_SPOT = pygame.Rect(120, 250, SPOT, SPOT)
 GATE_SPOT = pygame.Rect(620, 250, SPOT, SPOT)
 SCHEMA = Path(__file__).with_name("scene.schema.json")
+
+SHARES = (0.5, 0.75, 1.0)
+"""The budgets of the questions, between the model's floor (0) and all that it takes (1)."""
 
 SCENES = (("bomb", "box"), ("card", "ladder"), ("flag", "door"))
 """Sprites on the table and in the gate, for each pair of questions."""
@@ -94,8 +97,9 @@ class Tally:
             late = statistics.quantiles(times, n=100)[98]
             return f"{statistics.median(times):.1f} ms, 99 of 100 within {late:.1f} ms"
 
+        sizes = f" ({min(self.budgets):.0f} to {max(self.budgets):.0f} MiB)" if self.budgets else ""
         return (
-            f"{len(self.said)} answers, {len(self.budgets)} changes of the budget; "
+            f"{len(self.said)} answers, {len(self.budgets)} changes of the budget{sizes}; "
             f"frames beside a job {row(self.beside)}; without {row(self.alone)}"
         )
 
@@ -104,6 +108,7 @@ class Art:
     """The sprites, by class, at any size."""
 
     def __init__(self, directory: Path) -> None:
+        self.words = sorted(path.name for path in directory.iterdir())
         self._directory = directory
         self._made: dict[tuple[str, int, int], pygame.Surface] = {}
 
@@ -169,6 +174,12 @@ def look(screen: pygame.Surface, spot: pygame.Rect, whole: bool) -> frameshard.P
     return frameshard.Pixels(pygame.image.tobytes(seen, "RGB"), *seen.get_size())
 
 
+def budgets_mb(budget: frameshard.Budget) -> list[float]:
+    """The budgets of the questions; none on a device without VRAM."""
+    room = budget.full_bytes - budget.floor_bytes
+    return [(budget.floor_bytes + share * room) / MIB for share in SHARES] if budget.full_bytes else []
+
+
 def word_in(answer: str, words: list[str]) -> str | None:
     """The sprite that a sentence names, if it names one."""
     heard = answer.lower()
@@ -195,7 +206,7 @@ def interpret(prompts: Prompts, what: str, answer: str, words: list[str]) -> str
 class Play:
     """The loop: frames, questions, budgets."""
 
-    def __init__(self, sidecar: sync.Sidecar, room: Room, screen: pygame.Surface, budgets: list[float]) -> None:
+    def __init__(self, sidecar: sync.Sidecar, room: Room, screen: pygame.Surface, budgets: list[float] | None) -> None:
         self.sidecar, self.room, self.screen, self.budgets = sidecar, room, screen, budgets
         self.tally = Tally()
         self.prompts: Prompts | None = None
@@ -204,7 +215,11 @@ class Play:
         self._what = ""
         self._asked = 0
         self._in_force = self._last = 0.0
-        self._words = sorted(path.name for path in room.art._directory.iterdir())
+
+    @property
+    def ready(self) -> bool:
+        """Whether a question can be asked now."""
+        return self.prompts is not None and self.budgets is not None and self.job is None
 
     def ask(self, what: str) -> None:
         """Submit a question about the current frame, and change the budget during the job."""
@@ -224,13 +239,19 @@ class Play:
         for event in self.sidecar.poll():
             if isinstance(event, sync.Ready):
                 self.prompts = prompts_for(event.model)
+                self.sidecar.budget()
                 print(f"{event.model.name} with {event.model.vision}: {self.prompts.about}", flush=True)
+            elif isinstance(event, sync.BudgetArrived):
+                if event.budget is None:
+                    self.error = event.error
+                elif self.budgets is None:
+                    self.budgets = budgets_mb(event.budget)
             elif isinstance(event, sync.Progressed):
                 doing = "looking" if event.progress.phase == "encode" else "reading"
                 self.room.speech = f"Let me look... ({doing} {event.progress.done}/{event.progress.total})"
             elif isinstance(event, sync.Finished):
                 assert self.prompts is not None
-                says = interpret(self.prompts, self._what, event.completion.text, self._words)
+                says = interpret(self.prompts, self._what, event.completion.text, self.room.art.words)
                 question = "What lies on the table?" if self._what == "table" else "Is the way free?"
                 print(f"You:   {question}\nGuard: {says}\n       (the model: {event.completion.text!r})", flush=True)
                 self.tally.said.append(says)
@@ -262,13 +283,13 @@ class Play:
 
 
 def unattended(play: Play, screenshot: str | None) -> int:
-    """Asks about each scene; 1 if an answer is missing or the budget did not move."""
+    """Asks about each scene; 1 if an answer is missing or a budget did not move."""
     clock = pygame.time.Clock()
     questions = [(what, scene) for scene in SCENES for what in ("table", "gate")]
     deadline = time.monotonic() + 600
     while (questions or play.job) and play.error is None and time.monotonic() < deadline:
         pygame.event.pump()
-        if questions and play.job is None and play.prompts is not None:
+        if questions and play.ready:
             what, scene = questions.pop(0)
             play.room.set_scene(*scene)
             play.room.draw(play.screen, time.perf_counter())
@@ -280,7 +301,8 @@ def unattended(play: Play, screenshot: str | None) -> int:
     for _ in range(30):
         play.frame(clock)
     print(play.tally.summary(), flush=True)
-    return int(play.error is not None or len(play.tally.said) != 2 * len(SCENES) or not play.tally.budgets)
+    moved = bool(play.tally.budgets) or not play.budgets
+    return int(play.error is not None or len(play.tally.said) != 2 * len(SCENES) or not moved)
 
 
 def attended(play: Play) -> int:
@@ -290,7 +312,7 @@ def attended(play: Play) -> int:
         for event in pygame.event.get():
             if event.type == pygame.QUIT or (event.type == pygame.KEYDOWN and event.key == pygame.K_ESCAPE):
                 return 0
-            if event.type != pygame.KEYDOWN or play.job is not None or play.prompts is None:
+            if event.type != pygame.KEYDOWN or not play.ready:
                 continue
             if event.key == pygame.K_SPACE:
                 play.ask(what)
@@ -302,29 +324,39 @@ def attended(play: Play) -> int:
     return 1
 
 
+def megabytes(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def play_scene() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m", metavar="PATH|NAME")
     parser.add_argument("--mmproj", metavar="PATH|NAME", help="its vision tower (sprites, or the model's own)")
     parser.add_argument("--device", default="emulated")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--budgets", default="64,96,120", help="MiB that the game allows, changed with each question")
+    parser.add_argument(
+        "--budgets", type=megabytes, metavar="MB,MB", help="MiB that the game allows, for each question"
+    )
     parser.add_argument("--unattended", action="store_true", help="ask about three scenes and leave")
     parser.add_argument("--screenshot", metavar="FILE", help="of the second answer, when unattended")
     args = parser.parse_args()
+    if args.screenshot:
+        try:
+            open(args.screenshot, "ab").close()  # fails now and not after the answers
+        except OSError as error:
+            parser.error(f"--screenshot: {error}")
     if args.unattended:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     mmproj = args.mmproj or models.mmproj_of(args.model) or models.SPRITES
     model, tower = models.resolve(args.model), models.resolve(mmproj)
     art = models.sprites_dir() / "art" if mmproj == models.SPRITES else models.resolve(models.SPRITES).parent / "art"
-    budgets = [float(part) for part in args.budgets.split(",")] if args.device != "cpu" else []
     options = {"device": args.device, "n_ctx": 1024, "n_ubatch": 128, "n_parallel": 1, "n_threads": args.threads}
     pygame.display.init()
     pygame.font.init()
     screen = pygame.display.set_mode(SIZE)
     pygame.display.set_caption("frameshard: a guard who looks")
     with sync.Sidecar.launch(model, mmproj=tower, log=subprocess.DEVNULL, **options) as sidecar:
-        play = Play(sidecar, Room(Art(art)), screen, budgets)
+        play = Play(sidecar, Room(Art(art)), screen, args.budgets)
         code = unattended(play, args.screenshot) if args.unattended else attended(play)
     pygame.quit()
     if play.error is not None:
@@ -338,6 +370,8 @@ def main() -> int:
     except FrameshardError as error:
         print(f"{error.name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
