@@ -12,9 +12,12 @@ async def main() -> None:
                 print(event.text, end="", flush=True)
                 if len(answer.text) == len(event.text):  # at the first token
                     await sidecar.set_budget(120)  # the game takes 80 MiB back; done on return
+            print()
 
 
 try:
     trio.run(main)
 except frameshard.FrameshardError as error:  # says what to do
     raise SystemExit(f"{error.name}: {error}") from None
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
