@@ -64,16 +64,38 @@ def test_the_village_plays_and_the_budget_changes_during_answers(wordy_model: Pa
     assert 0 < held <= budget
 
 
-def test_a_reader_of_the_village_may_leave(wordy_model: Path) -> None:
-    """After its first line, as with ``| head -1``. Nor must the encoding have all letters."""
-    command = [sys.executable, str(SCENE), "--model", str(wordy_model), "--device", "cpu"]
+def test_the_village_refuses_a_device_without_vram(wordy_model: Path) -> None:
+    """There is nothing to take back, so it would count changes that are none. Nor must there be a standard input."""
+    command = [sys.executable, SCENE, "--model", wordy_model, "--device", "cpu"]
+    result = subprocess.run(command, preexec_fn=lambda: os.close(0), capture_output=True, text=True, timeout=600)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("unsupported: cpu has no VRAM")  # after the sidecar's log
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("scene", "options", "word"),
+    [
+        (SCENE, ["--device", "emulated:8"], "on emulated"),
+        (MEMORY, ["--device", "cpu", "--unattended"], "a new day"),
+        (TRADERS, ["--device", "cpu"], "no dragon: this device has no VRAM"),
+    ],
+    ids=["village", "innkeeper", "traders"],
+)
+def test_a_reader_of_a_sample_may_leave(
+    scene: Path, options: list[str], word: str, wordy_model: Path, encoder_path: Path
+) -> None:
+    """As with ``| head -1``. Nor must the encoding have all letters."""
+    command = [sys.executable, scene, "--model", wordy_model, *options]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     with sidecars.started(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        assert "on cpu" in process.stdout.readline()
+        while word not in process.stdout.readline():
+            assert process.poll() is None
         process.stdout.close()
         said = process.stderr.read()
         assert process.wait(sidecars.DEADLINE_S) == 1, said

@@ -30,7 +30,7 @@ from stage import Gauge, LiveStage, PlainStage, Stage
 from village import ACCENTS, LORE, TOPICS, VILLAGERS, about, addressed
 
 import frameshard
-from frameshard.errors import BadModel, FrameshardError, causes
+from frameshard.errors import BadModel, FrameshardError, Unsupported, causes
 from frameshard.models import resolve
 
 MIB = 2**20
@@ -276,6 +276,10 @@ async def play(args: argparse.Namespace, stage: Stage) -> Tally:
     async with frameshard.launch(model, device=device, n_ctx=2048, n_parallel=2, log=log, **options) as sidecar:
         info = await sidecar.model_info()
         budget = await sidecar.budget()
+        if not budget.full_bytes:
+            raise Unsupported(
+                f"{info.device} has no VRAM that the game could take back: --device emulated:2 plays there"
+            )
         game = Game(sidecar, stage, budget)
         changed = await sidecar.set_budget(budget.full_bytes / MIB)
         stage.world(f"{info.name} on {info.device}, which gives it {changed.vram_budget_bytes / MIB:.0f} MiB")
@@ -294,7 +298,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="auto: the best GPU, else emulated:2 (GB/s)")
     parser.add_argument("--unattended", action="store_true", help="say a few lines and leave")
     args = parser.parse_args()
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         args.unattended = True
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for an encoding that lacks letters of the model's answers

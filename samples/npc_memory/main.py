@@ -11,6 +11,8 @@ runs on the CPU and takes no VRAM. The exit status of an unattended run is 1 if 
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 import tempfile
 import zipfile
@@ -182,6 +184,8 @@ def main() -> int:
     parser.add_argument("--save", metavar="FILE", help="where her memories are kept (a new file)")
     parser.add_argument("--unattended", action="store_true", help="say a few lines on two days and leave")
     args = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for an encoding that lacks letters of the model's answers
     try:
         if args.embedder == models.ENCODER and not models.path_of(models.ENCODER).is_file():
             encoder.build(models.path_of(models.ENCODER))
@@ -191,6 +195,10 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader of the output has ended, as in "main.py | head". Python's flush at exit must not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

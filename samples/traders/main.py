@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -159,8 +160,10 @@ async def live(client: frameshard.Client, market: Market, trader: Trader) -> Non
 
 
 async def dragon(client: frameshard.Client, market: Market) -> None:
-    """It comes once, and the game needs VRAM for it. The traders talk on."""
+    """It comes once, and the game needs VRAM for it. The traders talk on. On the CPU there is none to take back."""
     budget = await client.budget()
+    if not budget.full_bytes:
+        return print("    -- no dragon: this device has no VRAM --", flush=True)
     await market.noise.wait()
     near = budget.floor_bytes + (budget.full_bytes - budget.floor_bytes) // 4
     for size, story in ((near, "A dragon flies over"), (budget.full_bytes, "It has found no gold")):
@@ -195,6 +198,10 @@ def main() -> None:
         sys.exit(f"{error.name}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        # The reader of the output has ended, as in "main.py | head". Python's flush at exit must not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":
