@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import os
 import pty
 import re
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import frameshard
 import make_shallow
@@ -101,6 +104,28 @@ def test_a_reader_of_a_sample_may_leave(
         assert process.wait(sidecars.DEADLINE_S) == 1, said
     assert "Traceback" not in said
     assert "Error" not in said
+
+
+@pytest.mark.parametrize("rows", [1, 3, 14, 18, 24])
+@pytest.mark.parametrize("columns", [1, 4, 80])
+def test_the_page_of_the_village_fits_small_terminals(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said last is shown, and the VRAM only where there is room for it."""
+    monkeypatch.syspath_prepend(SCENE.parent)
+    console = Console(file=io.StringIO(), width=columns, height=rows)
+    scene = importlib.import_module("stage").LiveStage(console, "Hollowmere")
+    for number in range(10):
+        scene.player(f"line {number}")
+    scene.close()
+    page = Console(file=io.StringIO(), width=columns, height=rows)
+    with page.capture() as shown:
+        page.print(scene.page(), height=rows)
+    lines = shown.get().splitlines()
+    assert len(lines) == rows
+    assert max(map(len, lines)) <= columns
+    if rows >= 4 and columns == 80:
+        assert "line 9" in shown.get()
+        assert "line 0" not in shown.get()
+        assert ("VRAM" in shown.get()) == (rows >= 18)
 
 
 def test_help_does_not_train_the_adapter(tmp_path: Path) -> None:

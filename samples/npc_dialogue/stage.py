@@ -16,6 +16,9 @@ from rich.text import Text
 
 MIB = 2**20
 ASKING = "You (begin with a name; save and load keep and restore the talks; an empty line leaves)"
+VRAM_LINES, LEAST_LINES = 11, 18
+"""Lines of the panel with the VRAM. A terminal of fewer lines than the second number has the conversation alone."""
+
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -154,9 +157,10 @@ class LiveStage:
 
     def page(self) -> RenderableType:
         layout = Layout()
-        layout.split_column(Layout(name="talk"), Layout(name="vram", size=11))
-        width = self._console.width - 4
-        height = self._console.height - 11 - 3
+        layout.split_column(Layout(name="talk"), Layout(name="vram", size=VRAM_LINES))
+        layout["vram"].visible = self._console.height >= LEAST_LINES
+        width = max(1, self._console.width - 4)
+        height = max(1, self._console.height - 3 - VRAM_LINES * layout["vram"].visible)
         text = Text("\n\n").join(self._lines)
         lines = text.wrap(self._console, width)[-height:]
         layout["talk"].update(Panel(Group(*lines), title=self._title, border_style="yellow", title_align="left"))
