@@ -136,13 +136,18 @@ def test_help_does_not_train_the_adapter(tmp_path: Path) -> None:
     assert (scene / "sailor.gguf").stat() == before
 
 
-def test_the_guard_says_what_is_not_installed(tmp_path: Path) -> None:
-    (tmp_path / "pygame.py").write_text("raise ModuleNotFoundError('No module named pygame', name='pygame')")
+@pytest.mark.parametrize(
+    ("script", "module", "package"),
+    [(GUARD, "pygame", "'frameshard[samples]'"), (SCENE.with_name("sailor.py"), "gguf", "gguf")],
+    ids=["guard", "sailor"],
+)
+def test_a_sample_says_what_is_not_installed(script: Path, module: str, package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError('No module named {module}', name='{module}')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, GUARD, "--help"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, script, "--help"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (1, "pygame is not installed: pip install 'frameshard[samples]'\n")
+    assert (done.returncode, done.stderr) == (1, f"{module} is not installed: pip install {package}\n")
 
 
 @pytest.fixture

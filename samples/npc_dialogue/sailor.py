@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
+try:
+    import gguf
+except ModuleNotFoundError:
+    sys.exit("gguf is not installed: pip install gguf")
 import llama_cpp
 import numpy as np
 from llama_cpp._ggml import libggml
