@@ -83,3 +83,23 @@ def test_a_grant_below_the_floor_is_named(model_path: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("budget_below_floor: ")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["--seconds", "nan"], ["--seconds", "inf"], ["--seconds", "4"], ["--record", "/missing/flight.json"]]
+)
+def test_a_bad_option_is_refused_before_the_flight(options: list[str]) -> None:
+    result = run(str(SAMPLE / "main.py"), "--unattended", "--model", "no.gguf", *options)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("main.py: error: ")
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}"])
+def test_what_is_no_recording_is_not_drawn(content: str | None, tmp_path: Path) -> None:
+    source = tmp_path / "flight.json"
+    if content is not None:
+        source.write_text(content)
+    result = run(str(SAMPLE / "plot.py"), str(source), str(tmp_path / "flight.png"))
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert str(source) in result.stderr

@@ -55,8 +55,13 @@ def main() -> int:
     parser.add_argument("--record", metavar="FILE.json", help="write the recording")
     parser.add_argument("--unattended", action="store_true", help="no window")
     args = parser.parse_args()
-    if args.seconds < 5 or args.grant_mb < 16:
-        parser.error("a flight takes at least 5 s and 16 MiB")
+    if not 5 <= args.seconds <= 3600 or args.grant_mb < 16:
+        parser.error("a flight takes 5 to 3600 s, and at least 16 MiB")
+    if args.record:
+        try:
+            open(args.record, "ab").close()  # fails now and not after the flight
+        except OSError as error:
+            parser.error(f"--record: {error}")
     display = sys.platform in ("win32", "darwin") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     try:
         from flight import fly

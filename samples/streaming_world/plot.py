@@ -29,10 +29,11 @@ def main() -> int:
     if not sources:
         print(__doc__, file=sys.stderr)
         return 2
-    flights = []
-    for source in sources:
-        with open(source) as file:
-            flights.append(json.load(file))
+    try:
+        flights = [read(source) for source in sources]
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
     figure = Figure(figsize=(1.2 + 4.4 * len(flights), 6.4), dpi=110, layout="constrained")
     grid = figure.subplots(3, len(flights), squeeze=False, sharex="col", sharey="row", height_ratios=(3, 1.2, 1.2))
     for column, flight in enumerate(flights):
@@ -54,8 +55,27 @@ def main() -> int:
     drawn = f"drawn by {flights[0]['renderer']}"
     about = f"{with_ai['model']} on {with_ai['device']}; {drawn}" if with_ai else drawn
     figure.supxlabel(f"seconds     ({about})", fontsize=8, color=INK)
-    figure.savefig(picture)
+    try:
+        figure.savefig(picture)
+    except (OSError, ValueError) as error:  # there is no such folder, or no such format of pictures
+        print(f"{picture}: {error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def read(source: str) -> dict[str, Any]:
+    """
+    :raises OSError: the file cannot be read.
+    :raises ValueError: it has no recording.
+    """
+    try:
+        with open(source) as file:
+            flight = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{source} is no recording of a flight: {error}") from None
+    if not isinstance(flight, dict) or not flight.get("frames"):
+        raise ValueError(f"{source} has no frames of a flight")
+    return flight
 
 
 def draw_vram(axes: Any, flight: dict[str, Any]) -> None:
