@@ -653,6 +653,15 @@ def test_an_engine_that_was_loaded_for_a_refused_change_gets_the_budgets_in_forc
     assert (made.budget_bytes, made.host.budget_bytes, told(made)) == (100 * MIB, 48 * MIB, [])
 
 
+def test_a_client_that_is_gone_is_forgotten() -> None:
+    made, connection = lease(200, 200), host()
+    made.set(connection, m.BudgetSet(2, EPOCH, 100 * MIB), 1.0)
+    with pytest.raises(errors.StaleLease):
+        made.set(connection, m.BudgetSet(1, EPOCH, 100 * MIB), 1.0)
+    made.drop(connection)
+    made.set(connection, m.BudgetSet(1, EPOCH, 100 * MIB), 1.0)
+
+
 def test_refused_changes_leave_the_lease_as_it_was_before_all_of_them() -> None:
     made, connection = lease(200, 200), host()
     for number, state in enumerate(("parked", "active", "parked"), start=1):

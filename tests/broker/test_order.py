@@ -415,6 +415,37 @@ def test_a_warm_up_stays_behind_all_jobs() -> None:
     assert bench.told() == [("Submit", usual)]
 
 
+def test_a_new_priority_counts_at_once() -> None:
+    bench = Bench()
+    first, second = bench.submit(priority=1), bench.submit(priority=1)
+    assert bench.told() == [("Submit", first)]
+    bench.jobs.set_priority(bench.client, second, 2)
+    assert bench.told() == [("Cancel", first), ("Submit", second)]
+
+
+def test_a_job_that_waits_for_its_conversation_is_not_overtaken_by_lower_ones() -> None:
+    """Else it would rise, and its conversation's job in the engine with it."""
+    bench = Bench(slots=2, max_client_jobs=OVERTAKEN_PER_RANK + 2)
+    bench.submit(priority=1, conversation="inn")
+    bench.submit(priority=1, conversation="inn")
+    for _ in range(OVERTAKEN_PER_RANK):
+        bench.told()
+        other = bench.submit(priority=0)
+        assert bench.told() == [("Submit", other)]
+        bench.start(other)
+        bench.jobs.engine_event(em.Done(other, "stop", 1, 0, 0.0, 0.0))
+    assert bench.told() == []
+
+
+def test_the_requests_of_jobs_that_have_ended_are_not_held() -> None:
+    bench = Bench()
+    job = bench.submit()
+    bench.start(job)
+    assert bench.jobs.held_bytes > 0
+    bench.jobs.engine_event(em.Done(job, "stop", 1, 0, 0.0, 0.0))
+    assert bench.jobs.held_bytes == 0
+
+
 def test_a_client_has_as_many_jobs_as_it_may() -> None:
     bench = Bench(max_client_jobs=2)
     bench.submit()

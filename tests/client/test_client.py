@@ -18,6 +18,7 @@ import frameshard
 from frameshard import errors, system
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
+from frameshard.wire.connection import BEAT_S
 from sidecars import DEADLINE_S, GREEDY, WORDS, alive, directory_of, freeze, in_both, in_trio, launch, thaw, until_lost
 
 
@@ -587,6 +588,36 @@ async def test_a_sidecar_that_has_ended_as_it_was_asked_is_not_lost() -> None:
         await client.shutdown()
         with pytest.raises(errors.ConnectionLost):
             await client.budget()
+
+
+@in_both
+async def test_a_sidecar_that_is_killed_has_not_ended_as_it_was_asked() -> None:
+    async with launch() as client:
+        pid = (await client.stats()).broker.pid
+        freeze(pid)
+        asked = client.shutdown()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(errors.ConnectionLost):
+            await asked
+
+
+@in_both
+async def test_the_time_of_a_request_counts_from_when_it_is_sent(shared_sidecar: Path) -> None:
+    async with frameshard.connect(shared_sidecar) as client:
+        core, request, answers = client._core, 10**6, []
+        core.waits = lambda request_id: True  # type: ignore[method-assign]
+        client._expect(request)
+
+        async def ask() -> None:
+            answers.append(await client._answer(request, timeout_s=BEAT_S))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            beats = core.heard_beats
+            while core.heard_beats < beats + 3:
+                await anyio.sleep(0.01)
+            client._answers[request].put(m.Ok(request, client.info.epoch))
+        assert answers == [m.Ok(request, client.info.epoch)]
 
 
 @in_both

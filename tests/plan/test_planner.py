@@ -319,6 +319,19 @@ def test_the_next_step_is_prepared_while_one_is_computed() -> None:
     assert preparation.ahead_s > preparation.then_s > 0.001
 
 
+def test_long_prompts_are_read_one_after_another() -> None:
+    """The first step of a prompt is not prepared while the prompt before it is computed."""
+    plan = make_plan(dense(), H100, budget_bytes=6 << 30, fixed_bytes=0, n_ubatch=2048)
+    assert plan.predicted_ttft(4096, n_parallel=3) == pytest.approx(3 * plan.predicted_ttft(4096))
+
+
+def test_the_cpu_waits_for_a_device_that_draws() -> None:
+    calm, busy = (
+        make_plan(dense(), H100, budget_bytes=6 << 30, fixed_bytes=0, gpu_busy_s=seconds) for seconds in (0.0, 12e-3)
+    )
+    assert busy._costs.conditions.turn_s - calm._costs.conditions.turn_s == pytest.approx(4e-3)
+
+
 def test_large_graphs_have_plans_of_their_own() -> None:
     """The CPU's part in a graph of 512 tokens would take 16 times as long with 8,192 tokens."""
     slow = dataclasses.replace(H100, h2d=1e9)
