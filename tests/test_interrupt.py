@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import sidecars
 from sidecars import DEADLINE_S, alive, gone_after
 
 
@@ -73,7 +74,7 @@ def read_until(process: subprocess.Popen[bytes], *words: bytes) -> bytes:
 
 
 def interrupted(process: subprocess.Popen[bytes]) -> bytes:
-    """Sends SIGINT to the command only, and checks how it ends; returns what it wrote to stdout."""
+    """Sends SIGINT to the command only, and checks how it ends; returns what it wrote to stdout then."""
     started = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     at = time.monotonic()
@@ -107,6 +108,27 @@ def test_native_code_does_not_hold_it_up(args: tuple[str, ...], words: bytes, mo
     cache = {"XDG_CACHE_HOME": str(tmp_path)} if words == b"measuring" else {}
     with running(args[0], *options(model_path), *args[1:], **cache) as process:
         read_until(process, words)
+        assert interrupted(process) == b""
+
+
+HELD = """
+import ctypes, sys
+from frameshard.cli import interrupt
+
+with interrupt.prompt():
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock.argtypes = [ctypes.c_void_p]
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    print("loading", file=sys.stderr, flush=True)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_native_call_that_does_not_return_does_not_hold_it_up() -> None:
+    """The second lock waits for the first, also behind a signal."""
+    with sidecars.started([sys.executable, "-c", HELD], stderr=subprocess.PIPE, preexec_fn=_default_sigint) as process:
+        read_until(process, b"loading")
         interrupted(process)
 
 
