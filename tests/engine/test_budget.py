@@ -347,7 +347,7 @@ class _Host:
 
 def test_vram_that_could_not_be_taken_in_time_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host was told that the change stays in force. Other programs hold the VRAM for a while."""
-    monkeypatch.setattr(budgets, "UNPARK_EVERY_S", 0.01)
+    monkeypatch.setattr(budgets, "RETRY_EVERY_S", 0.01)
     sent: list[Any] = []
     link: Any = SimpleNamespace(send=sent.append, send_made=lambda make: sent.append(make()))
     attempts: list[int] = []
@@ -379,6 +379,49 @@ def test_vram_that_could_not_be_taken_in_time_is_taken_later(monkeypatch: pytest
     assert len(attempts) == 4
     time.sleep(0.05)
     assert len(attempts) == 4
+
+
+@pytest.mark.parametrize("ends", ["parked", "active"])
+def test_a_late_park_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """The host was told that the change stays in force, so the engine keeps only the floor of its VRAM. It tries until
+    it is parked, or until another change is in force, late or not."""
+    monkeypatch.setattr(budgets, "RETRY_EVERY_S", 0.01)
+    sent: list[Any] = []
+    link: Any = SimpleNamespace(send=sent.append, send_made=lambda make: sent.append(make()))
+    main: list[Any] = []
+    attempts: list[int] = []
+    may_park = threading.Event()
+
+    class Device(_Device):
+        def set_budget(self, vram_bytes: int, *_: object, known_generation: int | None = None) -> None:
+            runtime.vram_budget_bytes = vram_bytes
+            if vram_bytes == 30:
+                raise DeadlineMissed("not all is released yet")
+
+        def park(self) -> None:
+            attempts.append(len(attempts))
+            if not may_park.is_set():
+                raise OutOfMemory("host memory has no room for the KV cache")
+
+    runtime: Any = SimpleNamespace(device=Device(), floor_lock=threading.Lock(), observer=None, vram_budget_bytes=50)
+    served = Budgets(link, lambda change: change() if main else main.append(change), lambda: None)
+    host: Any = _Host(0)
+    threading.Thread(target=served.serve, args=(runtime, host), daemon=True).start()
+    served.ask(em.SetBudget(1, 40, 0.01, parked=True))
+    until(lambda: bool(sent) and isinstance(sent[-1], em.BudgetRefused))
+    assert sent[-1].error.message == "a decode is still running; it stays in force"
+    main[0]()  # the decode has ended, and the engine cannot be parked
+    until(lambda: len(attempts) > 3)
+    assert (served.parked, runtime.vram_budget_bytes) == (False, 10)
+    if ends == "parked":
+        may_park.set()
+        until(lambda: served.parked and runtime.vram_budget_bytes == 40)
+    else:
+        served.ask(em.SetBudget(2, 30, 0.01))
+        until(lambda: isinstance(sent[-1], em.BudgetRefused) and sent[-1].seq == 2)
+    n_attempts = len(attempts)
+    time.sleep(0.05)
+    assert len(attempts) == n_attempts
 
 
 def test_a_change_that_is_refused_changes_neither_budget() -> None:

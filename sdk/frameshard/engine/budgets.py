@@ -34,8 +34,11 @@ OBSERVE_EVERY_S = 2.0
 PARTIAL_S = 60.0
 """The longest wait for a release, in seconds, if the grant has told the host that it will be late."""
 
-UNPARK_EVERY_S = 1.0
-"""Seconds between two attempts to take VRAM again, if the first one was late and has failed."""
+RETRY_EVERY_S = 1.0
+"""Seconds between two attempts to park, or to take VRAM again, if the first one was late and has failed."""
+
+_PARK_FAILS = "the engine cannot be parked yet, and keeps the floor of its VRAM"
+_UNPARK_FAILS = "VRAM cannot be taken again yet, so all jobs wait"
 
 OBSERVED_POLL_S = 0.02  # polled, because NVML has no event for a change
 
@@ -69,8 +72,8 @@ class Budgets:
         self._known_generation = 0
         """The last budget in the frame block that was reported to the broker."""
         self._wish: em.SetBudget | None = None
-        """A change to active that was not done in time. While the engine is parked it is made again."""
-        self._why_parked = ""
+        """A change between active and parked that was not done in time. If it fails in the end, it is made again."""
+        self._why_late = ""
         """Why the last attempt has failed, as it was logged."""
         self._park_done = threading.Event()
         """Set once the main thread has made the last change of :attr:`parked`."""
@@ -104,14 +107,14 @@ class Budgets:
         standing_bytes, since = -1, time.monotonic()
         observe_at = time.monotonic() + OBSERVE_EVERY_S
         while True:
-            unpark_at = self._unpark_at()
-            self._rest(runtime, min(observe_at, unpark_at))
+            retry_at = self._retry_at()
+            self._rest(runtime, min(observe_at, retry_at))
             if self._asked:
                 with contextlib.suppress(BrokerGone):  # the reader thread notices this, too, and ends the process
                     self._carry_out(runtime, self._asked.popleft())
                 continue
-            if time.monotonic() >= unpark_at:
-                self._unpark_again(runtime)
+            if time.monotonic() >= retry_at:
+                self._retry(runtime)
             if time.monotonic() < observe_at:
                 continue
             observe_at = time.monotonic() + OBSERVE_EVERY_S
@@ -147,20 +150,20 @@ class Budgets:
         with contextlib.suppress(BrokerGone):
             self._send_released(runtime, 0, 0.0, generation)
 
-    def _unpark_at(self) -> float:
-        """When VRAM is to be taken again, because the last attempt was late and has failed."""
-        waits = self._wish is not None and self.parked and self._park_done.is_set()
-        return time.monotonic() + UNPARK_EVERY_S if waits else math.inf
+    def _retry_at(self) -> float:
+        """When :attr:`_wish` is to be made again, because the last attempt was late and has failed."""
+        fails = self._wish is not None and self.parked != self._wish.parked and self._park_done.is_set()
+        return time.monotonic() + RETRY_EVERY_S if fails else math.inf
 
-    def _unpark_again(self, runtime: Runtime) -> None:
+    def _retry(self, runtime: Runtime) -> None:
         assert self._wish is not None
         try:
-            self._set_parked(runtime, self._wish, time.monotonic() + UNPARK_EVERY_S)
+            self._set_parked(runtime, self._wish, time.monotonic() + RETRY_EVERY_S)
             self._host.follow_vram()
         except FrameshardError as error:
-            if str(error) != self._why_parked:
-                self._why_parked = str(error)
-                logger.warning("VRAM cannot be taken again yet, so all jobs wait: %s", error)
+            if str(error) != self._why_late:
+                self._why_late = str(error)
+                logger.warning("%s: %s", _PARK_FAILS if self._wish.parked else _UNPARK_FAILS, error)
 
     def _send_released(self, runtime: Runtime, seq: int, seconds: float, generation: int = 0) -> None:
         self._link.send_made(
@@ -192,6 +195,8 @@ class Budgets:
             raise
         except Exception as error:
             why = internal(logger, "a change of the budget", error)
+            if isinstance(why, DeadlineMissed) and self._wish is not None and self._wish.seq != command.seq:
+                self._wish = None  # this change is in force instead
             self._link.send(em.BudgetRefused(command.seq, m.ErrorInfo.of(why)))
             return
         self._wish = None
@@ -299,7 +304,8 @@ class Budgets:
         """Parks or unparks in the main thread, which also sets the budget, so that late changes keep their order.
 
         :raises DeadlineMissed: a running decode has not ended in time, or VRAM could not be taken in time. The change
-            is made later: to take VRAM is tried until it works or another change is asked for.
+            is made later, and tried until it works or another change is asked for. An engine that cannot be parked
+            keeps only the floor of its VRAM meanwhile.
         :raises OutOfMemory: host memory has no room for the KV cache, or the device none to unpark. The engine stays
             parked or active as it was. An active one has the VRAM budget of before.
         """
@@ -333,7 +339,7 @@ class Budgets:
         self._on_main(change)
         if not done.wait(_seconds_to(deadline)):
             known = self._known_generation if command.known_generation is None else command.known_generation
-            self._wish = None if park else dataclasses.replace(command, known_generation=known)
+            self._wish = dataclasses.replace(command, known_generation=known)
             why = "a decode is still running" if park else "VRAM is not taken again yet"
             raise DeadlineMissed(f"{why}; it stays in force")
         if failure:
