@@ -133,6 +133,7 @@ fsd_status fsd_commit(void) {
                                    "the parking of a device");
     }
     std::string why;
+    d.count_weights();
     const fsd_status status = d.commit(why);
     return status == FSD_OK ? FSD_OK : fail(status, why);
 }

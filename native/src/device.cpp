@@ -109,7 +109,6 @@ fsd_status Device::commit(std::string &why) {
               std::to_string((ledger.floor() + (1 << 20) - 1) >> 20) + " MiB";
         return FSD_BELOW_FLOOR;
     }
-    count_weights();
     cache.plan();
     if (!parked && !host.commit()) { // while parked, all KV blocks count as host memory
         why = below_host_floor(host.budget(), host.floor());
@@ -451,7 +450,6 @@ bool Device::apply_budget_if_idle() {
 
 // ------------------------------------------------------------------------------------------------------------ host memory
 
-// What of the model's file is mapped now counts as weights.
 void Device::count_weights() {
     for (Buffer *b : buffers) {
         if (b->attached && !cache.is_open()) {

@@ -73,6 +73,8 @@ struct Device {
     std::atomic<bool> probe_stopped{false};
     Counters counters;
 
+    // What of the model's file is mapped now, once it is loaded, counts as weights.
+    void count_weights();
     // Cuts the weights, checks the budget against the floor and takes the VRAM that the model cannot do without. `why` is the
     // reason of a failure.
     fsd_status commit(std::string &why);
@@ -130,7 +132,6 @@ struct Device {
   private:
     void give_back(); // all VRAM but the driver's and that of KV blocks
     bool take_scratch();
-    void count_weights();
     void open_cache();
     bool uses_cpu() const;
     uint64_t graph_bytes() const;               // of compute buffers, for the largest graphs
