@@ -42,8 +42,8 @@ static fsd_status find_device(const fsd_config &config, ggml_backend_dev_t &dev)
             return fail(FSD_BAD_ARGUMENT, "FRAMESHARD_FAULTS is not of the form alloc=7,compute_fail=12");
         }
         dev = fs_emulated_device(emulated);
-        device().cache.set_script({config.emulated_disk_gbps, emulated.faults.disk_fail, emulated.faults.disk_stall,
-                                   emulated.faults.stuck_ms});
+        device().cache.set_script({config.emulated_disk_gbps, emulated.faults.disk_fail, emulated.faults.disk_fails,
+                                   emulated.faults.disk_stall, emulated.faults.stuck_ms});
     } else {
         dev = ggml_backend_dev_by_name(config.inner_device);
     }

@@ -8,6 +8,8 @@ namespace fsd {
 
 static constexpr uint64_t kFailures = 8; // that a script makes
 static constexpr size_t kReaders = 4;    // so many reads of a MiB keep an NVMe disk busy
+static constexpr uint64_t kTries = 2;    // of a read that fails
+static constexpr std::chrono::milliseconds kBetweenTries{100};
 
 static double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -90,6 +92,26 @@ void Disk::pass(const DiskRead &read) {
     sleep_until(end);
 }
 
+// Whether a try of a read fails by the script; `number` 0: no graph waits for it.
+bool Disk::fails(uint64_t number, uint64_t n_tries) const {
+    return script_.fail > 0 && number >= script_.fail && number < script_.fail + kFailures &&
+           (script_.fails == 0 || n_tries <= script_.fails);
+}
+
+bool Disk::read_file(const DiskRead &read, uint64_t number, std::string &why) const {
+    for (uint64_t n_tries = 1; n_tries <= kTries; n_tries++) {
+        if (n_tries > 1) {
+            sleep_for(kBetweenTries);
+        }
+        if (fails(number, n_tries)) {
+            why = "the model file cannot be read: the emulated disk has failed";
+        } else if (read.file->read(read.offset, read.to, read.bytes, why)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 void Disk::work() {
     wake_exactly();
     std::unique_lock<std::mutex> lock(mutex_);
@@ -116,9 +138,8 @@ void Disk::work() {
         if (urgent && number == script_.stall) {
             sleep_for(std::chrono::milliseconds(script_.stall_ms));
         }
-        std::string why = "the model file cannot be read: the emulated disk has failed";
-        bool ok = !(urgent && script_.fail > 0 && number >= script_.fail && number < script_.fail + kFailures) &&
-                  read->file->read(read->offset, read->to, read->bytes, why);
+        std::string why;
+        bool ok = read_file(*read, urgent ? number : 0, why);
         counts_.read_bytes += ok ? read->bytes : 0;
         if (read->finish && !read->finish(ok) && ok) {
             ok = false;

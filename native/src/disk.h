@@ -1,5 +1,6 @@
 // Reads of model files by a few threads, ahead of use.
 //
+// A read that fails is made once more a little later, because errors of disks may pass.
 // Reads that graphs wait for come first, but every second one may be a read that only makes later graphs quicker: where the
 // disk is the slowest part there is always a read of the first kind.
 #pragma once
@@ -24,10 +25,10 @@ namespace fsd {
 using SharedEvent = std::shared_ptr<ggml_backend_event>;
 
 // What the emulated device does to reads that graphs wait for, for tests. They are counted from 1; 0: none. Eight reads fail,
-// so that one of them is sure to be needed.
+// so that one of them is sure to be needed; each of them `fails` times, or always if that is 0.
 struct DiskScript {
     double gbps = 0; // 1e9 bytes/s; 0: as fast as the disk is
-    uint64_t fail = 0, stall = 0;
+    uint64_t fail = 0, fails = 0, stall = 0;
     uint32_t stall_ms = 0;
 };
 
@@ -77,6 +78,8 @@ class Disk {
   private:
     void work();
     void pass(const DiskRead &read);
+    bool fails(uint64_t number, uint64_t n_tries) const;
+    bool read_file(const DiskRead &read, uint64_t number, std::string &why) const;
 
     mutable std::mutex mutex_;
     std::condition_variable submitted_, finished_;

@@ -898,6 +898,7 @@ bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults) {
         {"compute_stuck", &read.compute_stuck, nullptr},
         {"stuck_ms", nullptr, &read.stuck_ms},
         {"disk_fail", &read.disk_fail, nullptr},
+        {"disk_fails", &read.disk_fails, nullptr},
         {"disk_stall", &read.disk_stall, nullptr},
         {"pages", &read.pages, nullptr},
         {"free_ms", nullptr, &read.free_ms},

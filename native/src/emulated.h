@@ -19,6 +19,7 @@ struct fs_emulated_faults {
     uint64_t compute_stuck = 0; // this compute waits for stuck_ms before it runs
     uint32_t stuck_ms = 60000;
     uint64_t disk_fail = 0, disk_stall = 0; // this read of weights from disk and 7 more fail; it takes stuck_ms longer
+    uint64_t disk_fails = 0;                // each of the 8 fails so many times; 0: always
     uint64_t pages = 0;                     // this allocation of host memory for such reads and 7 more are refused
     uint32_t free_ms = 0;                   // every free takes this long
     uint32_t other_mb = 0;                  // from compute other_from on another process holds so many MiB of VRAM
@@ -47,7 +48,7 @@ struct fs_emulated_stats {
 };
 
 // Reads "alloc=7,compute_fail=12,compute_stuck=12,stuck_ms=500,free_ms=20,other_mb=512,other_from=40,other_ms=500,
-// unpinned=1,unit_kb=2048,disk_fail=3,disk_stall=3,pages=2" (any subset, any order) into faults. False, with faults
+// unpinned=1,unit_kb=2048,disk_fail=3,disk_fails=1,disk_stall=3,pages=2" (any subset, any order) into faults. False, with faults
 // unchanged, when the script is not of that form. Null or empty: no faults.
 bool fs_emulated_read_faults(const char *script, fs_emulated_faults &faults);
 

@@ -8,6 +8,7 @@
 namespace fsd {
 
 static constexpr size_t kReadsAtOnce = 2;
+static constexpr std::chrono::seconds kAfterFailure{1};
 
 // Memory from reserve_addresses() until it becomes part of a mapping.
 struct PageCopy {
@@ -50,7 +51,7 @@ void HeldWeights::stop() {
     states_.clear();
     ranges_.clear();
     n_reading_ = 0;
-    changed_ = false;
+    changed_ = failed_ = false;
     bytes_ = 0;
 }
 
@@ -58,6 +59,7 @@ void HeldWeights::want(const std::vector<int> &ranges, uint64_t room) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         room_ = room;
+        failed_ = false;
         to_read_.clear();
         for (State &s : states_) {
             s.wanted = false;
@@ -89,6 +91,17 @@ bool HeldWeights::changed() {
     return n_reading_ == 0 && std::exchange(changed_, false);
 }
 
+bool HeldWeights::lacks() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failed_ && std::chrono::steady_clock::now() - failed_at_ >= kAfterFailure;
+}
+
+// The caller holds mutex_.
+void HeldWeights::note_failure() {
+    failed_ = true;
+    failed_at_ = std::chrono::steady_clock::now();
+}
+
 void HeldWeights::read_more() {
     std::vector<Disk::Read> reads;
     {
@@ -105,6 +118,7 @@ void HeldWeights::read_more() {
             to_read_.pop_front();
             auto copy = std::make_shared<PageCopy>(r.span_bytes());
             if (!copy->data) {
+                note_failure();
                 continue;
             }
             auto read = std::make_shared<DiskRead>();
@@ -138,6 +152,9 @@ bool HeldWeights::finish(int range, bool ok, PageCopy &copy) {
         } else {
             bytes_ -= copy.bytes;
             copy.free();
+            if (s.wanted) {
+                note_failure();
+            }
         }
         changed_ = true;
     }

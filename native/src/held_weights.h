@@ -34,6 +34,9 @@ class HeldWeights {
     bool has(int range) const; // [any thread]
     // [any thread] Bytes that are held or being read, in whole pages; one that two ranges share counts twice.
     uint64_t bytes() const { return bytes_.load(); }
+    // Whether some of them could not be read, or the system has refused memory for them, a second ago or earlier: want() them
+    // again.
+    bool lacks() const;
     // Whether has() may have changed since this was asked last, and no read is under way.
     bool changed();
 
@@ -45,6 +48,7 @@ class HeldWeights {
         bool wanted = false, held = false, reading = false;
     };
     void read_more();
+    void note_failure();
     bool finish(int range, bool ok, PageCopy &copy);
     void release(int range);
     bool is_held(const char *page) const;
@@ -60,6 +64,8 @@ class HeldWeights {
     uint64_t room_ = 0;
     size_t n_reading_ = 0;
     bool changed_ = false;
+    bool failed_ = false; // a range since want(), at failed_at_ the last
+    std::chrono::steady_clock::time_point failed_at_{};
 };
 
 } // namespace fsd

@@ -55,9 +55,9 @@ class HostCache {
     bool adopt();
     // Frees the buffer, until set_room() is called. The streams go away.
     void rest();
-    // Whether set_room() would find more room now for the same: reads had memory that may be free by now, or there is no
-    // buffer yet.
-    bool is_settling() const { return settling_ || ahead_.size() == 0; }
+    // Whether set_room() would find more room now for the same: reads had memory that may be free by now, there is no buffer
+    // yet, or what was to be held could not be read.
+    bool is_settling() const { return settling_ || ahead_.size() == 0 || held_.lacks(); }
     // Whether all of a shard that is not resident can be read in host memory, by the CPU too.
     bool holds_shard(uint32_t shard) const { return !is_open() || held_of_[shard] == Part::all; }
     // The same for so many matrices of single experts at once, and for what else is in the shard.

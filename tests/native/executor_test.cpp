@@ -1881,6 +1881,27 @@ LINUX_SCENARIO(a_read_that_fails_ends_one_graph) {
     s.check_conversation();
 }
 
+LINUX_SCENARIO(an_error_of_the_disk_that_passes_fails_no_graph) {
+    CHECK(fsd::set_environment("FRAMESHARD_FAULTS", "disk_fail=40,disk_fails=1"));
+    DiskSession s(config_of(0));
+    s.commit();
+    CHECK(fsd_set_budget(s.floor, 0) == FSD_OK);
+    CHECK(fsd_set_host_budget(stats().host_floor_bytes, 10) == FSD_OK);
+    for (int i = 0; i < 3; i++) {
+        s.check_conversation();
+    }
+}
+
+LINUX_SCENARIO(an_error_of_the_disk_that_passes_while_an_expert_is_read_fails_no_graph) {
+    CHECK(fsd::set_environment("FRAMESHARD_FAULTS", "disk_fail=600,disk_fails=1"));
+    DiskSession s(config_of(0));
+    s.commit();
+    s.leave_experts(false);
+    for (int i = 0; i < 3; i++) {
+        s.check_conversation();
+    }
+}
+
 // `all`: experts are not all that is read while graphs run.
 void stall(bool all, bool planned) {
     const char *number =

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <memory>
 #include <numeric>
@@ -21,11 +22,17 @@
 
 using namespace fsd;
 
-// The system's call, or one of a file system that returns an odd number of bytes at most.
+// The system's call, or one of a file system that returns an odd number of bytes at most, or of a disk with errors.
 static std::atomic<size_t> most_read_bytes{0}, n_reads{0};
+static std::atomic<int> n_to_fail{0};
 extern "C" ssize_t pread(int fd, void *to, size_t bytes, off_t offset) {
     const size_t most = most_read_bytes;
     n_reads++;
+    if (n_to_fail > 0) {
+        n_to_fail--;
+        errno = EIO;
+        return -1;
+    }
     return syscall(SYS_pread64, fd, to, most > 0 ? std::min(bytes, most) : bytes, offset);
 }
 
@@ -142,6 +149,34 @@ TEST(weights_that_are_held_need_nothing_of_their_file) {
     CHECK(weights.is_whole(ranges[7].from, ranges[7].bytes) && held.bytes() == unit);
     hold({});
     CHECK(held.bytes() == 0);
+    held.stop();
+}
+
+TEST(weights_that_could_not_be_held_are_held_later) {
+    const size_t unit = MappedFile::kUnit;
+    WeightFile weights(8 * unit);
+    const std::unique_ptr<MappedFile> file = MappedFile::find(weights.map);
+    CHECK(file);
+    DiskCounts counts;
+    Disk disk({}, counts);
+    HeldWeights held;
+    held.start(disk, {{file.get(), weights.map, 4 * unit}});
+    const auto want = [&](int n_errors, auto end) {
+        n_to_fail = n_errors;
+        held.want({0}, 64 * unit);
+        while (!end()) {
+            std::this_thread::yield();
+        }
+        CHECK(n_to_fail == 0);
+    };
+    const auto is_held = [&] { return held.has(0); };
+    want(1, is_held); // the read is made again
+    CHECK(weights.is_whole(weights.map, 4 * unit) && !held.lacks());
+    held.want({}, 64 * unit);
+    want(2, [&] { return held.lacks(); }); // in vain
+    CHECK(!held.has(0) && held.bytes() == 0);
+    want(0, is_held);
+    CHECK(weights.is_whole(weights.map, 4 * unit) && !held.lacks());
     held.stop();
 }
 
