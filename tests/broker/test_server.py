@@ -378,11 +378,17 @@ async def test_greeting(shared_sidecar: Path) -> None:
 
 @in_trio
 async def test_only_the_launch_key_comes_in(shared_sidecar: Path) -> None:
+    """The stranger says hello before a peer with the right key does, whose answer comes."""
     async with frameshard.connect(shared_sidecar) as client:
-        async with raw_peer(client.info, keys=zmq.curve_keypair()) as peer:
+        sessions = (await client.stats()).broker.sessions
+        async with raw_peer(client.info, keys=zmq.curve_keypair()) as stranger, raw_peer(client.info) as peer:
             with trio.move_on_after(1) as scope:
-                await peer.greet()
+                await stranger.greet()
             assert scope.cancelled_caught
+            await peer.greet()
+            await peer.say(m.Ping(2, peer.epoch))
+            await peer.hear_of(2)
+            assert (await client.stats()).broker.sessions <= sessions + 1  # those of dead peers end
         assert (await client.complete("still here").completed()).text == "still here"
 
 

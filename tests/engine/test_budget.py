@@ -103,7 +103,7 @@ def test_unknown_device(shallow_model: Path) -> None:
         assert event["error"]["name"] == "unknown_device"
         assert "emulated" in event["error"]["detail"]["devices"]
         assert event["error"]["message"].startswith("no device named 'CUDA77'")
-        assert child.process.wait(30) == 3
+        assert child.process.wait(DEADLINE_S) == 3
     finally:
         child.close()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from engine_driver import EngineProcess, engine, ids, user
 
+from sidecars import DEADLINE_S
+
 CASTLE = user("Who lives in the old castle?")
 FIELDS: dict[str, object] = {
     "device": "emulated",
@@ -30,7 +32,7 @@ def test_each_refused_allocation_of_loading(deep_model: Path) -> None:
             if event["ev"] == "fatal":
                 assert event["error"]["name"] == "out_of_memory"
                 assert event["error"]["retriable"] is True
-                assert child.process.wait(30) == 3
+                assert child.process.wait(DEADLINE_S) == 3
             else:  # the memory was for a slab of the arena, and the engine continues without it
                 answers.add(tuple(ids(child.run("Once upon a time", params={"max_tokens": 8}))))
                 assert child.stats()["peak_bytes"] <= 100 << 20
@@ -75,7 +77,7 @@ def test_a_failed_compute_ends_the_engine(model_path: Path) -> None:
         job = child.submit(CASTLE, params={"max_tokens": 200})
         child.wait_for("token", job=job)
         assert child.wait_for("fatal", "done", "failed")["ev"] == "fatal"
-        assert child.process.wait(60) == 3
+        assert child.process.wait(DEADLINE_S) == 3
     finally:
         child.close()
 
@@ -95,7 +97,7 @@ def test_a_disk_that_fails_is_the_reason_why_the_engine_ends(own_deep_model: Pat
         why = child.wait_for("fatal", "done", "failed")
         assert why["ev"] == "fatal"
         assert "the model file cannot be read: the emulated disk has failed" in why["error"]["message"]
-        assert child.process.wait(60) == 3
+        assert child.process.wait(DEADLINE_S) == 3
     finally:
         child.close()
 
@@ -120,6 +122,6 @@ def test_a_hung_device_shows_and_does_not_keep_the_process(model_path: Path, sto
         if stop:
             child.send(op="stop")
         child.socket.close()
-        child.process.wait(60)
+        child.process.wait(DEADLINE_S)
     finally:
         child.close()

@@ -21,6 +21,7 @@ from frameshard.engine.tokenizer import LONG_TEXT_CHARS
 from frameshard.errors import BadArgument
 from frameshard.wire import messages as m
 from frameshard.wire.engine import EngineConfig, Submit
+from sidecars import DEADLINE_S
 
 # It takes a second of CPU time if the message asks for it.
 SLOW_TEMPLATE = (
@@ -208,7 +209,7 @@ def test_the_engine_ends_while_a_request_is_read(tmp_path: Path) -> None:
         child.load(tmp_path / "tiny.gguf", device="cpu", n_ctx=512, n_parallel=1, n_threads=1)
         child.submit(LONG)
         child.send(op="stop")
-        assert child.process.wait(30) == 0
+        assert child.process.wait(DEADLINE_S) == 0
     finally:
         child.close()
 

@@ -19,6 +19,7 @@ from engine_driver import EngineProcess, Event, engine, ids, text, user
 
 import tiny_models
 from frameshard.sentences import MAX_HELD, Splitter
+from sidecars import DEADLINE_S
 
 CASTLE = user("Who lives in the old castle?")
 PERSONA = [
@@ -575,7 +576,7 @@ def load_error(model: Path, **fields: object) -> dict[str, object]:
     try:
         event = child.load(model, **{"n_ctx": 512, "n_threads": 1, **fields})
         assert event["ev"] == "fatal", event
-        assert child.process.wait(30) == 3
+        assert child.process.wait(DEADLINE_S) == 3
         error: dict[str, object] = event["error"]
         return error
     finally:
@@ -612,7 +613,7 @@ def test_a_model_changed_in_use_ends_the_engine(shallow_model: Path, tmp_path: P
         child.submit(CASTLE)
         event = child.wait_for("fatal")
         assert event["error"]["name"] == "bad_model"
-        assert child.process.wait(30) == 3
+        assert child.process.wait(DEADLINE_S) == 3
 
 
 @pytest.mark.parametrize("changed", [0, -1])
@@ -652,7 +653,7 @@ def test_ready_tells_what_was_loaded(model_path: Path) -> None:
         assert (released["ev"], released["seq"], released["used_bytes"]) == ("released", 6, 0)
         assert (observed["ev"], observed["seq"], observed["observed_bytes"]) == ("observed", 6, None)
         child.send(op="stop")
-        assert child.process.wait(30) == 0
+        assert child.process.wait(DEADLINE_S) == 0
     finally:
         child.close()
 
@@ -677,13 +678,13 @@ def test_the_process_ends_with_its_broker(shallow_model: Path, busy: bool) -> No
             job = child.submit(LONG * 250)
             child.wait_for("started", job=job)
         child.socket.close()
-        assert child.process.wait(60) == 0
+        assert child.process.wait(DEADLINE_S) == 0
 
 
 def test_it_ends_with_its_broker_before_anything_is_loaded() -> None:
     child = EngineProcess()
     child.socket.close()
-    assert child.process.wait(30) == 0
+    assert child.process.wait(DEADLINE_S) == 0
 
 
 @pytest.mark.parametrize("noise", [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", b"\x02\x00\x00\x00\x81\xa1"])
@@ -691,7 +692,7 @@ def test_a_stream_that_is_no_protocol_ends_it(noise: bytes) -> None:
     child = EngineProcess()
     try:
         child.socket.sendall(noise)
-        assert child.process.wait(30) == 0
+        assert child.process.wait(DEADLINE_S) == 0
     finally:
         child.close()
 

@@ -80,7 +80,9 @@ def _path(model: Path, device: str) -> Path:
     """Where the rates of a disk are kept. After a restart another disk may have the number of this one, so its file
     system counts, too."""
     file = _largest(model)
-    system = os.statvfs(file).f_fsid if sys.platform == "linux" else 0
+    system = 0
+    if sys.platform == "linux":
+        system = os.statvfs(file).f_fsid
     return kept.path_of([os.stat(file).st_dev, system, native.parse_device(device).disk_gbps], "disk-")
 
 
