@@ -69,10 +69,11 @@ def question(number: int) -> tuple[str, frameshard.Sampling]:
 class Storm:
     """The sidecar, the good client, and the faults."""
 
-    def __init__(self, client: frameshard.Client, info: str, seed: int, *, same_texts: bool) -> None:
+    def __init__(self, client: frameshard.Client, info: str, seed: int, *, stuck_s: float, same_texts: bool) -> None:
         self.report = Report(seed)
         self._client = client
         self._info = info
+        self._stuck_s = stuck_s
         self._same_texts = same_texts
         self._random = random.Random(seed)
         self._expected: dict[int, str] = {}
@@ -206,12 +207,12 @@ class Storm:
         name = self._random.choice(kinds)
         with trio.move_on_after(1.0):
             self._engine = (await self._client.stats()).broker.engine_pid
-        with trio.move_on_after(30.0) as late:
+        with trio.move_on_after(self._stuck_s) as late:
             # The machine is busy, and the engine may have just died.
             with contextlib.suppress(errors.DeadlineMissed, errors.EngineDied, errors.Overloaded):
                 await getattr(self, name)()
         if late.cancelled_caught:
-            self.report.problems.append(f"{name} was not answered within 30 s")
+            self.report.problems.append(f"{name} was not answered within {self._stuck_s:g} s")
         kind = name.removeprefix("fault_")
         self.report.faults[kind] = self.report.faults.get(kind, 0) + 1
 
@@ -324,11 +325,14 @@ def look(pid: int) -> tuple[float, int]:
     return int(status["RssAnon"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd"))
 
 
-async def storm(model: Path, *, seconds: float, seed: int, pause: float = 1.0, parallel: int = 1) -> Report:
+async def storm(
+    model: Path, *, seconds: float, seed: int, pause: float = 1.0, parallel: int = 1, stuck_s: float = 30.0
+) -> Report:
     """Launches a sidecar on the emulated device and runs the storm on it.
 
     :param pause: seconds between two faults on average.
     :param parallel: conversations at once.
+    :param stuck_s: a fault that takes longer than so many seconds is a problem.
     """
     with tempfile.TemporaryDirectory() as directory:
         connect_file = os.path.join(directory, "connect.json")
@@ -343,7 +347,9 @@ async def storm(model: Path, *, seconds: float, seed: int, pause: float = 1.0, p
             embedder=models.resolve(models.ENCODER),
             log=subprocess.DEVNULL,
         ) as client:
-            return await Storm(client, connect_file, seed, same_texts=parallel == 1).run(seconds, pause)
+            return await Storm(client, connect_file, seed, stuck_s=stuck_s, same_texts=parallel == 1).run(
+                seconds, pause
+            )
 
 
 if __name__ == "__main__":
