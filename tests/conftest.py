@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -39,6 +42,9 @@ if sys.platform == "win32":
 LONG = ("test_samples.py", "test_streaming_world.py", "engine/test_disk_tier.py", "simulation/", "hostile/")
 """Tests that take long, by the start of their id. They come first: a long test that began last would keep one process
 of tests busy while the other has nothing left to do."""
+
+KEPT_S = 7 * 24 * 3600.0
+"""A made model is removed when no test has used it for so long. Tests of another checkout may use another version."""
 
 collect_ignore = [start for start in EXCEPTIONS if start.endswith(".py")]
 
@@ -93,16 +99,23 @@ def own_runtime_directory() -> Iterator[None]:
         yield
 
 
-def made(name: str, maker: Path, write: Callable[[Path], None]) -> Path:
-    """A file in the cache that ``write`` makes. It is made again if the source file ``maker`` has changed."""
-    version = hashlib.sha256(maker.read_bytes()).hexdigest()[:12]
+def made(name: str, make: Callable[..., None], *of: str | Path, **options: Any) -> Path:
+    """A file in the cache, written by ``make(*of, path, **options)``. It is made again if the source file of ``make``,
+    an argument, or the name of a model that it is made from has changed."""
+    arguments = [each.name if isinstance(each, Path) else each for each in of], sorted(options.items())
+    maker = Path(inspect.getfile(make)).read_bytes()
+    version = hashlib.sha256(maker + repr(arguments).encode()).hexdigest()[:12]
     path = models.cache_dir() / "tests" / f"{name}-{version}.gguf"
     with one_at_a_time():
         if not path.is_file():
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 part = Path(scratch) / path.name
-                write(part)
+                make(*of, part, **options)
                 os.replace(part, path)
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+        for version_of_it in path.parent.glob(f"{name}-{'[0-9a-f]' * 12}.gguf"):
+            if version_of_it.stat().st_atime < time.time() - KEPT_S:
+                version_of_it.unlink()
     return path
 
 
@@ -173,79 +186,65 @@ def encoder_path() -> Path:
 @pytest.fixture(scope="session")
 def moe_path(model_path: Path) -> Path:
     """SmolLM2 with 8 experts, of which a token uses 2. Its results are those of SmolLM2."""
-    return made("smollm2-moe-8x2", Path(make_moe.__file__), lambda path: make_moe.make_moe(model_path, path))
+    return made("smollm2-moe-8x2", make_moe.make_moe, model_path)
 
 
 @pytest.fixture(scope="session")
 def shallow_model(model_path: Path) -> Path:
     """The first layers of SmolLM2. A token takes a third of the time of one of SmolLM2."""
-    return made("smollm2-shallow", Path(make_shallow.__file__), lambda path: make_shallow.make(model_path, path))
+    return made("smollm2-shallow", make_shallow.make, model_path)
 
 
 @pytest.fixture(scope="session")
 def wordy_model(model_path: Path) -> Path:
     """The first and the last layers of SmolLM2. It says words, though no sentences, and it calls tools. A token takes
     two fifths of the time of one of SmolLM2."""
-    maker = Path(make_shallow.__file__)
-    return made("smollm2-wordy", maker, lambda path: make_shallow.make(model_path, path, last=2))
+    return made("smollm2-wordy", make_shallow.make, model_path, last=2)
 
 
 @pytest.fixture(scope="session")
 def shallow_moe(shallow_model: Path) -> Path:
     """The first layers of SmolLM2 with 8 experts, of which a token uses 2. Its results are those of the shallow
     model."""
-    return made("shallow-moe-8x2", Path(make_moe.__file__), lambda path: make_moe.make_moe(shallow_model, path))
+    return made("shallow-moe-8x2", make_moe.make_moe, shallow_model)
 
 
 @pytest.fixture(scope="session")
 def opening_model(shallow_model: Path) -> Path:
     """The first layers of SmolLM2, whose prompts end in a thought. The markers are control tokens."""
-    return _thinking(shallow_model, "shallow-opens", thinking_models.OPENS, tokens=True)
+    return made("shallow-opens", thinking_models.make, shallow_model, template=thinking_models.OPENS, tokens=True)
 
 
 @pytest.fixture(scope="session")
 def switching_model(shallow_model: Path) -> Path:
     """The first layers of SmolLM2, which can be told not to think. The markers are ordinary text."""
-    return _thinking(shallow_model, "shallow-switches", thinking_models.SWITCHES, tokens=False)
-
-
-def _thinking(model_path: Path, name: str, template: str, *, tokens: bool) -> Path:
-    maker = Path(thinking_models.__file__)
-    return made(name, maker, lambda path: thinking_models.make(model_path, path, template=template, tokens=tokens))
+    switches = thinking_models.SWITCHES
+    return made("shallow-switches", thinking_models.make, shallow_model, template=switches, tokens=False)
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[[str], Path]:
     """Gives the file of a model by its name in ``tiny_models.ARCHS``."""
-    source = Path(tiny_models.__file__)
-    return lambda name: made(f"tiny-{name}", source, lambda path: tiny_models.make(name, path))
+    return lambda name: made(f"tiny-{name}", tiny_models.make, name)
 
 
 @pytest.fixture(scope="session")
 def deep_model() -> Path:
     """A tiny dense model with 16 layers, which can be placed in many ways, and a chat template. A token of it takes a
     twentieth of the time of one of SmolLM2."""
-    return made(
-        "tiny-deep",
-        Path(tiny_models.__file__),
-        lambda path: tiny_models.make("llama", path, n_layer=16, chat_template=tiny_models.CHATML),
-    )
+    return made("tiny-deep", tiny_models.make, "llama", n_layer=16, chat_template=tiny_models.CHATML)
 
 
 @pytest.fixture(scope="session")
 def talking_model() -> Path:
     """A tiny model with one layer and a chat template, for tests of what is done with its tokens."""
-    return made(
-        "tiny-talking-flat",
-        Path(tiny_models.__file__),
-        lambda path: tiny_models.make("llama", path, n_layer=1, chat_template=tiny_models.CHATML),
-    )
+    return made("tiny-talking-flat", tiny_models.make, "llama", n_layer=1, chat_template=tiny_models.CHATML)
 
 
 @pytest.fixture(scope="session")
 def mmproj_path() -> Path:
     """A vision tower with random weights for SmolLM2."""
-    return made("tiny-vision", Path(tiny_vision.__file__), tiny_vision.make)
+    return made("tiny-vision", tiny_vision.make)
 
 
 @pytest.fixture(scope="module")
