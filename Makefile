@@ -35,7 +35,7 @@ test: lint ## lint, native tests, Python tests
 	$(NATIVE_BUILD) -B build/native-tests > build/native-tests.log || { cat build/native-tests.log; exit 1; }
 	cmake --build build/native-tests
 	ctest --test-dir build/native-tests --output-on-failure
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
 
 lint: $(VENV)/installed ## ruff, mypy and clang-format, changing nothing
 	ruff check $(PYTHON_CODE)

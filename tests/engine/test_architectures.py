@@ -47,20 +47,20 @@ def test_speaks_resumes_and_goes_on(child: EngineProcess) -> None:
     assert ids(child.run("xyz", conversation="c", params=PARAMS)) == ids(child.run("xyz", params=PARAMS))
 
 
-@pytest.mark.parametrize("delay_s", [0, 0.01])
-def test_a_cancelled_prompt_leaves_a_sound_sequence(child: EngineProcess, delay_s: float) -> None:
+def test_a_cancelled_prompt_leaves_a_sound_sequence(child: EngineProcess) -> None:
     alone = ids(child.run(PROMPT, params=PARAMS))
-    job = child.submit(PROMPT * 3, conversation="d")
-    child.wait_for("started", job=job)
-    time.sleep(delay_s)
-    child.send(op="cancel", job=job)
-    child.finish(job)
-    after = child.run("q" + PROMPT, conversation="d", params=PARAMS)
-    # The chat template's first tokens may be reused, which depends on when the cancel came. Recurrent layers add up
-    # other sums for steps that are cut elsewhere, so the comparison is cut in the same places.
-    afresh = child.submit("q" + PROMPT, params=PARAMS, resume=[], history=after[0]["history"])
-    assert ids(after) == ids(child.finish(afresh)[afresh])
-    assert ids(child.run(PROMPT, params=PARAMS)) == alone
+    for delay_s in (0, 0.01):
+        job = child.submit(PROMPT * 3, conversation="d")
+        child.wait_for("started", job=job)
+        time.sleep(delay_s)
+        child.send(op="cancel", job=job)
+        child.finish(job)
+        after = child.run("q" + PROMPT, conversation="d", params=PARAMS)
+        # The chat template's first tokens may be reused, which depends on when the cancel came. Recurrent layers add up
+        # other sums for steps that are cut elsewhere, so the comparison is cut in the same places.
+        afresh = child.submit("q" + PROMPT, params=PARAMS, resume=[], history=after[0]["history"])
+        assert ids(after) == ids(child.finish(afresh)[afresh])
+        assert ids(child.run(PROMPT, params=PARAMS)) == alone
 
 
 def test_jobs_end_while_the_engine_is_parked(child: EngineProcess) -> None:

@@ -426,19 +426,22 @@ def test_sixty_four_levels_are_accepted(tiny: EngineProcess) -> None:
     assert "more than 64 levels" in tiny.wait_for("count")["error"]["message"]
 
 
-def test_a_call_that_is_too_long_fails_its_job_alone(tiny_path: Path) -> None:
-    """Most of the answer is from an earlier engine, so that the test is quick."""
-    array = {"type": "array", "items": {"const": " w757" * 200}, "minItems": 70, "maxItems": 70}
+def test_a_call_that_is_too_long_fails_its_job_alone(tmp_path: Path) -> None:
+    """Most of the answer is from an earlier engine, and a token has 1,000 bytes, so that the test is quick."""
+    long_text, path = "road " * 200, tmp_path / "long.gguf"
+    marks = MARKS | {long_text: 4}
+    tiny_models.make("llama", path, n_layer=1, chat_template=tool_templates.QWEN, marks=marks)
+    array = {"type": "array", "items": {"const": long_text}, "minItems": 70, "maxItems": 70}
     tools = [tool("write", {"properties": {"t": array}, "required": ["t"]})]
-    with Runtime.load(EngineConfig(str(tiny_path), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
+    with Runtime.load(EngineConfig(str(path), n_ctx=512, n_parallel=1, n_threads=1)) as runtime:
         pieces = {runtime.tokenizer.piece(token): token for token in range(runtime.n_vocab)}
         resume = [runtime.tokenizer.marks["<tool_call>"]]
-    item = [pieces[b'"'], *[pieces[b" w757"]] * 200, pieces[b'"'], pieces[b","]]
+    item = [pieces[b'"'], pieces[long_text.encode()], pieces[b'"'], pieces[b","]]
     resume += [pieces[bytes([each])] for each in b'\n{"name": "write", "arguments": {"t":['] + item * 65
     fields: dict[str, Any] = {"tools": tools, "tool_choice": "write", "resume": resume}
-    with engine(tiny_path, n_ctx=1 << 15, n_parallel=2) as child:
-        long = child.submit(QUESTION, params={"max_tokens": 1 << 14}, **fields)
-        beside = child.submit(QUESTION, params={"max_tokens": 2000})
+    with engine(path, n_ctx=4096, n_parallel=2) as child:
+        long = child.submit(QUESTION, params={"max_tokens": 2000}, **fields)
+        beside = child.submit(QUESTION, params={"max_tokens": 500})
         events = child.finish(long, beside)
         error = events[long][-1]["error"]
         assert (error["name"], error["detail"]["field"]) == ("bad_argument", "tools")

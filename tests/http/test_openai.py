@@ -15,8 +15,6 @@ from pydantic import BaseModel
 from frameshard.testing import fake_engine
 from servers import Server, server, sidecar, until
 
-openai = pytest.importorskip("openai", reason="the openai package is not installed")
-
 TIMEOUT_S = 120.0
 
 
@@ -36,8 +34,14 @@ def messages(text: Any) -> list[Any]:
     return [{"role": "system", "content": "You are Mira."}, {"role": "user", "content": text}]
 
 
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """The package. Its import takes half a second, so only a process that runs these tests imports it."""
+    return pytest.importorskip("openai", reason="the openai package is not installed")
+
+
 @pytest.fixture
-def client(http: Server) -> Iterator[Any]:
+def client(openai: Any, http: Server) -> Iterator[Any]:
     with openai.OpenAI(**options(http)) as client:
         yield client
 
@@ -51,7 +55,7 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             yield running
 
 
-def test_models(client: Any) -> None:
+def test_models(openai: Any, client: Any) -> None:
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id) == model
     with pytest.raises(openai.NotFoundError):
@@ -79,7 +83,7 @@ def test_an_answer_and_a_stream_have_the_same_text(client: Any) -> None:
     assert plain.choices[0].text
 
 
-def test_asyncio(http: Server) -> None:
+def test_asyncio(openai: Any, http: Server) -> None:
     async def main() -> None:
         async with openai.AsyncOpenAI(**options(http)) as client:
 
@@ -97,7 +101,7 @@ def test_asyncio(http: Server) -> None:
     asyncio.run(main())
 
 
-def test_a_parsed_answer_and_an_image(client: Any) -> None:
+def test_a_parsed_answer_and_an_image(openai: Any, client: Any) -> None:
     file = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(file, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -118,7 +122,7 @@ class Price(BaseModel):
     count: Literal[1, 2]
 
 
-def test_tools(calling: Server) -> None:
+def test_tools(openai: Any, calling: Server) -> None:
     asked: Any = {"model": "any", "tools": [openai.pydantic_function_tool(Price)], "tool_choice": "required"}
     asked |= {"temperature": 0.9, "seed": 1}  # with these the model ends its calls
     with openai.OpenAI(**options(calling)) as client:
@@ -135,7 +139,7 @@ def test_tools(calling: Server) -> None:
         assert answer.choices[0].message.content
 
 
-def test_errors_have_their_classes(http: Server, client: Any) -> None:
+def test_errors_have_their_classes(openai: Any, http: Server, client: Any) -> None:
     asked: Any = {"model": "any", "messages": messages("Who are you?")}
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**asked, n=2)
@@ -153,7 +157,7 @@ def test_errors_have_their_classes(http: Server, client: Any) -> None:
             lost.models.list()
 
 
-def test_retries_and_timeouts(sick: Server) -> None:
+def test_retries_and_timeouts(openai: Any, sick: Server) -> None:
     def failures() -> int:
         lines = sick.ask("GET", "/metrics").body.decode().splitlines()
         name = 'frameshard_http_responses_total{path="/v1/chat/completions",status="503"} '
@@ -169,7 +173,7 @@ def test_retries_and_timeouts(sick: Server) -> None:
             client.chat.completions.create(model="any", messages=messages("one"), max_tokens=100_000)
 
 
-def test_a_stream_that_is_closed_ends_its_job(sick: Server) -> None:
+def test_a_stream_that_is_closed_ends_its_job(openai: Any, sick: Server) -> None:
     with openai.OpenAI(**options(sick)) as client:
         stream = client.chat.completions.create(model="any", messages=messages("one"), max_tokens=100_000, stream=True)
         with stream:
