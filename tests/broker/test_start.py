@@ -292,7 +292,10 @@ def test_nothing_is_left_of_a_sidecar_that_is_told_to_end_while_it_starts(tmp_pa
 def test_nothing_is_beside_the_connect_file_while_the_model_loads(tmp_path: Path) -> None:
     """A sidecar that is killed then cannot remove it."""
     loading = tmp_path / "loading"
-    load = f"import pathlib, time; pathlib.Path({str(loading)!r}).touch(); time.sleep(3600)"
+    load = (
+        f"import pathlib, socket, sys; pathlib.Path({str(loading)!r}).touch(); "
+        "broker = socket.socket(fileno=int(sys.argv[-1])); [*iter(lambda: broker.recv(4096), b'')]"  # until it is gone
+    )
     with starting(tmp_path / "connect.json", (sys.executable, "-c", load)) as process:
         while not loading.exists():
             assert process.poll() is None
