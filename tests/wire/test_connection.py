@@ -51,6 +51,14 @@ class Link:
         self.exchange()
         assert self.client.state is states.Session.OPEN
 
+    def take_all(self) -> None:
+        """Takes the events one by one, also those that come because there is room for them again."""
+        taken = 0
+        while taken < len(self.events()):
+            self.client.taken(self.events()[taken])
+            taken += 1
+            self.exchange()
+
     def up(self) -> None:
         while (frame := self.client.next_frame()) is not None:
             self.client.sent()
@@ -127,11 +135,7 @@ def test_a_slow_reader_gets_larger_deltas() -> None:
     finish(link, job)
     link.exchange()
     assert len(link.events()) == 4
-    taken = 0
-    while taken < len(link.events()):
-        link.client.taken(link.events()[taken])
-        taken += 1
-        link.exchange()
+    link.take_all()
     deltas = [event for event in link.events() if isinstance(event, m.Delta)]
     assert "".join(delta.text for delta in deltas) == "".join(f"{index} " for index in range(100))
     assert sum(delta.tokens for delta in deltas) == 100
@@ -149,11 +153,7 @@ def test_a_slow_reader_misses_no_end_of_a_sentence() -> None:
         link.server.delta(job, "Ah! ", 0, sentence_end=True)
     finish(link, job)
     link.exchange()
-    taken = 0
-    while taken < len(link.events()):
-        link.client.taken(link.events()[taken])
-        taken += 1
-        link.exchange()
+    link.take_all()
     deltas = [event for event in link.events() if isinstance(event, m.Delta)]
     assert "".join(delta.text + "|" * delta.sentence_end for delta in deltas) == "".join(
         f"{index}. |Ah! |" for index in range(100)
@@ -197,11 +197,7 @@ def test_a_call_may_be_larger_than_the_text_that_is_kept() -> None:
     link.server.delta(job, ".", 1)
     finish(link, job)
     link.exchange()
-    taken = 0
-    while taken < len(link.events()):
-        link.client.taken(link.events()[taken])
-        taken += 1
-        link.exchange()
+    link.take_all()
     events = link.events()
     heard = [event for event in events if isinstance(event, m.ToolCalled)]
     assert [m.ToolCall(event.call_id, event.name, event.arguments) for event in heard] == calls

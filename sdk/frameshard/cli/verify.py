@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
         raise errors.BadArgument(
             "verify compares the shard device with stock llama.cpp: name a GPU, or --device emulated"
         )
-    wanted = [part.strip() for part in args.vram_budget.split(",")]
+    parts = [part.strip() for part in args.vram_budget.split(",")]
     # 0 is no limit, as in other commands: everything is resident.
-    budgets = [part if part in ("floor", "full") or common.parse_size(part) else "full" for part in wanted]
+    wanted = [part if part in ("floor", "full") or common.parse_size(part) else "full" for part in parts]
     if args.generate < _LEAST_GENERATED:
         raise errors.BadArgument(
             f"--generate must be at least {_LEAST_GENERATED}: the budget changes after a third of these tokens, and "
@@ -106,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
             kv_type=args.kv_type,
         )
 
-    with progress.steps(1 + len(budgets) * len(MODES)) as steps:
+    with progress.steps(1 + len(wanted) * len(MODES)) as steps:
         try_files(str(models.resolve(args.model)))
-        document, rows = _compare(args, device, budgets, config, steps)
+        document, rows = _compare(args, device, wanted, config, steps)
     if args.json:
         common.emit_json(_finite(document | {"rows": rows}))
     return 0 if all(row["ok"] for row in rows) else 1
@@ -140,8 +140,9 @@ def _compare(
         with Runtime.load(config("cpu")) as runtime:
             processors = _agreement(_logits(runtime, tokens, args.prompt), reference, tokens)
     rows = []
-    with common.load_within(config(device), ",".join(wanted)) as runtime:
-        budgets = [budget for budget in common.budgets_of(",".join(wanted), runtime) if budget is not None]
+    listed = ",".join(wanted)
+    with common.load_within(config(device), listed) as runtime:
+        budgets = [budget for budget in common.budgets_of(listed, runtime) if budget is not None]
         most = max(budgets)
         _set_mode(runtime, "stream_only", most)
         resident = _logits(runtime, tokens, args.prompt)

@@ -200,7 +200,7 @@ def estimate_steps(model: Model, device: str, workload: Workload, *, images: boo
         return _granular(device, round(factor * _graph_bytes(model, device, workload, n_tokens)))
 
     if workload.n_ubatch:
-        # A launch also lays out a step in which the sequences have unequal shares.
+        # A step that the sequences cannot share evenly was seen to need up to as much as the next one that they can.
         even = -(-workload.n_ubatch // workload.n_parallel) * workload.n_parallel
         most_bytes = graph_bytes(even)
         return Steps(graph_bytes(workload.n_parallel), most_bytes, ((workload.n_ubatch, most_bytes),))

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from frameshard.plan import kept
 from frameshard.plan.model import Model
@@ -49,12 +49,12 @@ def even(n_expert: int, n_used: int) -> Routing:
     return Routing(np.full((1, n_expert), min(n_used / max(n_expert, 1), 1.0)))
 
 
-def of_shares(layers: Collection[Sequence[float]], n_used: int) -> Routing:
+def of_shares(shares: ArrayLike, n_used: int) -> Routing:
     """The routing in which a token uses ``n_used`` experts.
 
-    :param layers: for each layer the share of its choices that each expert gets, with sum 1.
+    :param shares: for each layer the share of its choices that each expert gets, with sum 1; shape [layers, experts].
     """
-    shares = np.sort(np.array(list(layers), dtype=np.float64))[:, ::-1]
+    shares = np.sort(np.asarray(shares, dtype=np.float64))[:, ::-1]
     return Routing(np.minimum(n_used * shares, 1.0))
 
 
@@ -72,7 +72,7 @@ def of_counts(uses: Collection[Sequence[int]], n_used: int) -> Routing | None:
             # Counts also differ by chance (Poisson noise). That part is removed.
             variance = float(each.var())
             spread = max(variance - mean, 0.0) / variance if variance else 0.0
-            found.append(((mean + spread * (each - mean)) / each.sum()).tolist())
+            found.append((mean + spread * (each - mean)) / each.sum())
     return of_shares(found, n_used) if found else None
 
 

@@ -76,8 +76,9 @@ class Experts:
         experts, model = shards.masks["experts"], layout.model
         self.missing: Mask = experts & (share < 1.0)
         n_expert = model.n_expert if experts.any() else 0
-        fits = routing is not None and routing.likely.shape[1] == n_expert
-        self.routing = routing if routing is not None and fits else even(n_expert, model.n_expert_used)
+        if routing is None or routing.likely.shape[1] != n_expert:
+            routing = even(n_expert, model.n_expert_used)
+        self.routing = routing
         # While decoding, most of the ring is the expert cache. Streamed shards of other kinds have three slots, or
         # fewer if the experts of a token would not fit otherwise.
         others = (share < 1.0) & ~self.missing
