@@ -200,7 +200,8 @@ def estimate_steps(model: Model, device: str, workload: Workload, *, images: boo
         return _granular(device, round(factor * _graph_bytes(model, device, workload, n_tokens)))
 
     if workload.n_ubatch:
-        # A step that the sequences cannot share evenly was seen to need up to as much as the next one that they can.
+        # A step that the sequences do not share evenly was measured to take no more than the next larger one that they
+        # do.
         even = -(-workload.n_ubatch // workload.n_parallel) * workload.n_parallel
         most_bytes = graph_bytes(even)
         return Steps(graph_bytes(workload.n_parallel), most_bytes, ((workload.n_ubatch, most_bytes),))

@@ -32,8 +32,8 @@ class Routing:
 
     def used(self, n_tokens: int) -> NDArray[np.float64]:
         """For each expert of a layer, the probability that at least one of ``n_tokens`` tokens uses it, descending;
-        shape [experts]. It is the mean over the layers: a prompt uses all experts of a layer that chooses them alike,
-        but no more of the other layers for that."""
+        shape [experts]. It is the mean over the layers. If one layer chooses all experts equally often, a prompt uses
+        all experts of that layer, but not more of the others."""
         return _used(self, n_tokens)
 
 
