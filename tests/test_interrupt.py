@@ -115,13 +115,16 @@ HELD = """
 import ctypes, sys
 from frameshard.cli import interrupt
 
-with interrupt.prompt():
-    libc = ctypes.CDLL(None)
-    libc.pthread_mutex_lock.argtypes = [ctypes.c_void_p]
-    mutex = ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(mutex)
-    print("loading", file=sys.stderr, flush=True)
-    libc.pthread_mutex_lock(mutex)
+try:
+    with interrupt.prompt():
+        libc = ctypes.CDLL(None)
+        libc.pthread_mutex_lock.argtypes = [ctypes.c_void_p]
+        mutex = ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        print("loading", file=sys.stderr, flush=True)
+        libc.pthread_mutex_lock(mutex)
+except KeyboardInterrupt:  # as commands do: the signal may come before the second lock
+    sys.exit(130)
 """
 
 
