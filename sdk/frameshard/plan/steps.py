@@ -21,6 +21,7 @@ MOST_STEP = 4096
 _FLOOR_STEP = 256
 # An image is one step for models that read its tokens together.
 _FLOOR_STEP_WITH_IMAGES = 512
+_TILE = 128  # the columns that a GPU's product of matrices computes together
 # The masks of attention in host memory, which llama.cpp fills before each graph: 4 bytes for each token of a step and
 # of the context.
 _MOST_MASK_BYTES = 512 << 20
@@ -91,13 +92,17 @@ def most_step(n_ctx: int, least: int, host_budget_bytes: int = 0, limit: int = M
 
 def next_step(n_left: int, most: int, *, exact: bool) -> int:
     """The tokens of the next step of a prompt of which ``n_left`` are left. The steps are about equal, so that their
-    compute buffers take the least VRAM. A full step and a small rest would copy the streamed weights as often.
+    compute buffers take little VRAM. A full step and a small rest would copy the streamed weights as often. All but the
+    first fill the GPU's tiles. The first is the smallest, because the GPU waits while the host prepares it.
 
     :param most: the most tokens of a step.
     :param exact: for mode stream-only: all steps but the last are full, so that prompts that begin alike have the same
         steps.
     """
-    return min(n_left, most) if exact else n_left // -(-n_left // most)
+    n_steps = -(-n_left // most)
+    if exact or n_steps <= 1:
+        return min(n_left, most)
+    return n_left - (n_steps - 1) * min(_TILE * -(-n_left // (n_steps * _TILE)), most)
 
 
 def step_sizes(least: int, most: int) -> Sequence[int]:
