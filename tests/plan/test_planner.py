@@ -23,6 +23,7 @@ from frameshard.plan.model import Model, Shard, read_model
 from frameshard.plan.plans import GraphSize, Mode, Plan, make_plan, plan_workload
 from frameshard.plan.profile import Profile
 from frameshard.plan.roofline import least_seconds
+from frameshard.plan.routing import Routing
 from frameshard.plan.steps import Steps
 from frameshard.plan.workload import Workload
 from work import count_calls
@@ -556,6 +557,23 @@ def test_experts_wait_behind_keys_and_values() -> None:
     longer.host_kv = dataclasses.replace(few.host_kv, copy_s=2 * few.host_kv.copy_s)
     assert longer.seconds(on_cpu) - few.seconds(on_cpu) >= 0.99 * few.host_kv.copy_s
     assert 0 <= waits_s < few.host_kv.copy_s
+
+
+def test_cached_experts_are_copied_while_a_prompt_is_computed() -> None:
+    """A step of a prompt copies them within the device. The device waits for the routers' choices only."""
+    model, n_tokens = experts_model(), 1024
+    layout = layout_for(model, H100)
+    experts = np.array([shard.kind == "experts" for shard in layout.ladder])
+    nothing = np.zeros(len(experts), dtype=np.bool_)
+    one_bytes = next(shard for shard in layout.ladder if shard.kind == "experts").n_bytes // model.n_expert
+    cache_bytes = 2 * model.n_expert_used * model.n_layer * one_bytes
+    always_the_same = Routing(np.repeat([[1.0, 0.0]], [8, 120], axis=1))
+    conditions = Conditions(3 * layout.min_ring_bytes + cache_bytes, n_tokens, 17e-6, float("inf"), always_the_same)
+    cached, resident = (
+        Costs(layout, H100, np.where(experts, share, 1.0), conditions).at(n_tokens, 0).computed_s(nothing)
+        for share in (0.0, 1.0)
+    )
+    assert cached - resident == pytest.approx(model.n_layer * conditions.turn_s, rel=0.01)
 
 
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:

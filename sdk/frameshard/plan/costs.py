@@ -42,9 +42,9 @@ _FIRST_S = 19e-6
 _BUILD_S = 9e-6
 # How often the device's memory reads or writes a token's activations between the products (norms, rotations, sums,
 # conversions), in units of n_embd values. Activations of a feed-forward network are three times as wide, those of
-# experts eight times. Those of experts were fitted to prompts of 1,024 and 8,192 tokens with qwen3-30b-a3b-q4_0 and
-# everything resident on an H100 machine. With the others prompts of 1,024 tokens with minitron-8b-q4_0 and -f16 are
-# predicted within 2 % there.
+# experts eight times. With those of experts prompts of 1,024 and 8,192 tokens with qwen3-30b-a3b-q4_0 and everything
+# resident are predicted within 1 % on an H200 machine. With the others prompts of 1,024 tokens with minitron-8b-q4_0 and
+# -f16 are predicted within 2 % on an H100 machine.
 _PASSES = {"attention": 12, "ffn": 43, "experts": 104}
 # The number of hand-offs between device and CPU when a shard runs on the CPU; 1 for kinds that are not listed.
 # Attention has one before and one after the attention kernel, which runs where the KV cache is. Experts hand over the
@@ -309,7 +309,7 @@ class Graph:
         self.expert_stream_share = 0.0
         if one_at_a_time and experts.missing.any():
             cpu_s, shared_s, turns, copied_s = self._single_experts(costs, n_tokens, used, cached, touched, cpu_s)
-        copy_s, asked_s, share_copied = self._whole_experts(costs, n_tokens)
+        copy_s, share_copied = self._whole_experts(costs, n_tokens)
         # A graph of one token streams single experts, a larger one whole tensors of experts. In both cases the host
         # must read the router's choice in each layer. With few tokens the device may begin before it has.
         ahead_of_host_s = one_at_a_time * _AHEAD * self.handoff_s * cached ** float(used.sum())
@@ -322,7 +322,7 @@ class Graph:
             slot_s = experts.largest_other / profile.h2d
             beside_s, ahead_s = 2 * slot_s, 3 * slot_s
         elif experts.missing.any():
-            device_s = device_s + np.where(experts.missing, asked_s - ahead_of_host_s, 0.0)
+            device_s = device_s + np.where(experts.missing, costs.conditions.turn_s - ahead_of_host_s, 0.0)
             # The ring reserves room for all experts of a layer, but only a share of them is copied.
             beside_s, ahead_s = beside_s * share_copied, ahead_s * share_copied
         self._ahead_s = beside_s, ahead_s
@@ -447,13 +447,12 @@ class Graph:
         cpu_s = np.where(missing, missing_s, cpu_s)
         return cpu_s, on_device_s, turns, copied_s
 
-    def _whole_experts(self, costs: Costs, n_tokens: int) -> tuple[Floats, Floats, float]:
+    def _whole_experts(self, costs: Costs, n_tokens: int) -> tuple[Floats, float]:
         """The times of a larger graph. It streams whole tensors of experts. Copies begin before the router has chosen,
         with the experts that the previous graph used. Together with the missing ones that is about as many as twice the
         tokens would use.
 
-        :returns: for each shard the time of copies and the time on the device for the router's choice; the share of
-            experts that is copied.
+        :returns: for each shard the time of copies; the share of experts that is copied from host memory.
         """
         shards, experts = costs.shards, costs.experts
         predicted = experts.routing.used(2 * n_tokens)
@@ -463,8 +462,8 @@ class Graph:
         runs_rate = costs.profile.copy_rate(experts.matrix_bytes / max(1 - share_copied, 1e-3))
         streamed_s = shards.n_bytes * share_copied * (1 - costs.resident_share) / runs_rate
         # Cached experts are copied within the device, each matrix separately.
-        asked_s = costs.conditions.turn_s + _WITHIN_S * predicted_cached * shards.n_tensors.astype(np.float64)
-        return np.where(experts.missing, streamed_s, costs.copy_s), asked_s, share_copied
+        within_s = _WITHIN_S * predicted_cached * shards.n_tensors * (1 - costs.resident_share)
+        return np.where(experts.missing, streamed_s + within_s, costs.copy_s), share_copied
 
     def seconds(self, on_cpu: Mask) -> float:
         """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
