@@ -373,8 +373,11 @@ typedef struct {
     double cpu_beside_copies; /* products with one column while copies run, bytes of weights per second */
     double h2d_beside_cpu;    /* the copies meanwhile */
 } fsd_product_rates;
-/* Products of weights of a ggml type and shape. */
-FSD_API fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, double seconds, fsd_product_rates *rates);
+/* Products of weights of a ggml type and shape. If tokens choose n_used of n_expert experts, rows are those of n_used of them,
+ * and the GPU's products with several columns are those of experts; the columns are those of each expert that is chosen. 0 and 0
+ * for other weights. */
+FSD_API fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, int64_t n_expert, int64_t n_used,
+                                     double seconds, fsd_product_rates *rates);
 
 typedef struct {
     uint32_t struct_size;

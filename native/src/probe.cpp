@@ -42,8 +42,16 @@ static double timed(double budget_s, const std::function<void()> &call) {
 static constexpr size_t kCopyTarget = (size_t)64 << 20;
 static constexpr int64_t kRandomRows = 64; // repeated to fill a matrix
 
+// How the tokens of a product choose experts. Each expert's matrix is multiplied by the columns of the tokens that chose it.
+struct Choice {
+    int64_t used = 0;    // by each token; 0: the weights are no experts
+    int64_t experts = 0; // to choose from
+    bool alike = false;  // all are chosen equally often; otherwise all tokens choose the same
+    int64_t tokens(int64_t n) const { return alike ? n * experts / used : n; } // if each chosen expert gets n columns
+};
+
 // Products of weight matrices of rows x cols with n columns each, queued together: as many matrices as make up `total` bytes,
-// at least one.
+// at least one. For experts these are the rows of one of them, and the columns of each that is chosen.
 struct Products {
     Device *ledger = nullptr;
     ggml_context *ctx = nullptr;
@@ -55,25 +63,33 @@ struct Products {
     int count = 0;
 
     // On the inner device, counted in its ledger, or on the CPU if `device` is null.
-    Products(Device *device, ggml_type type, int64_t rows, int64_t cols, int64_t n, size_t total)
+    Products(Device *device, ggml_type type, int64_t rows, int64_t cols, int64_t n, size_t total, Choice choice = {})
         : ledger(device), twins(fsd::device().cpu) {
-        const size_t each = ggml_row_size(type, cols) * (size_t)rows;
+        const int64_t n_matrices = std::max<int64_t>(choice.experts, 1), n_tokens = choice.used ? choice.tokens(n) : n;
+        const size_t each = ggml_row_size(type, cols) * (size_t)(rows * n_matrices);
         count = (int)std::min<size_t>(std::max<size_t>(total / each, 1), 4096);
         weight_bytes = each * count;
-        flops = 2.0 * (double)rows * (double)cols * (double)n * count;
+        flops = 2.0 * (double)rows * (double)cols * (double)(n_tokens * std::max<int64_t>(choice.used, 1)) * count;
         ggml_init_params params = {};
         params.mem_size = (2 * count + 8) * ggml_tensor_overhead() + ggml_graph_overhead_custom(2 * count + 8, false);
         params.no_alloc = true;
         ctx = ggml_init(params);
-        ggml_tensor *x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, cols, n);
+        ggml_tensor *x = choice.used ? ggml_new_tensor_3d(ctx, GGML_TYPE_F32, cols, 1, n_tokens)
+                                     : ggml_new_tensor_2d(ctx, GGML_TYPE_F32, cols, n_tokens);
+        ggml_tensor *chosen = choice.used ? ggml_new_tensor_2d(ctx, GGML_TYPE_I32, choice.used, n_tokens) : nullptr;
         graph = ggml_new_graph_custom(ctx, 2 * count + 8, false);
         std::vector<ggml_tensor *> weights;
         for (int i = 0; i < count; i++) {
-            weights.push_back(ggml_new_tensor_2d(ctx, type, cols, rows));
-            ggml_build_forward_expand(graph, ggml_mul_mat(ctx, weights.back(), x));
+            weights.push_back(ggml_new_tensor_3d(ctx, type, cols, rows, n_matrices));
+            ggml_build_forward_expand(graph, chosen ? ggml_mul_mat_id(ctx, weights.back(), x, chosen)
+                                                    : ggml_mul_mat(ctx, weights.back(), x));
         }
         ggml_backend_buffer_type_t buft = ledger ? ledger->inner.buffer_type() : ggml_backend_cpu_buffer_type();
-        ggml_tensor *result = ggml_graph_node(graph, 0); // nobody reads the others, so they lie in the same place
+        ggml_tensor *result = ggml_graph_node(graph, 0);
+        if (chosen && !ggml_backend_supports_op(ledger->inner.compute, result)) {
+            return;
+        }
+        // nobody reads the others, so they lie in the same place
         size_t size = kAlign;
         each_placed(result, [&](ggml_tensor *t) { size += align_up(ggml_backend_buft_get_alloc_size(buft, t)); });
         memory = ledger ? ledger->ledger.allocate(Use::scratch, size)
@@ -93,13 +109,20 @@ struct Products {
         }
         // Quantised from small random numbers, because zeros may compute faster than real data.
         const int64_t n_rows = std::min(rows, kRandomRows);
-        std::vector<float> values((size_t)std::max(n_rows, n) * cols);
+        std::vector<float> values((size_t)std::max(n_rows, n_tokens) * cols);
         uint32_t state = 1;
         for (float &v : values) {
             state = state * 1664525u + 1013904223u;
             v = ((float)(state >> 8) / 16777216.0f - 0.5f) * 0.1f;
         }
         set(x, values.data());
+        if (chosen) {
+            std::vector<int32_t> experts((size_t)ggml_nelements(chosen));
+            for (size_t i = 0; i < experts.size(); i++) {
+                experts[i] = (int32_t)(i % (size_t)(choice.alike ? choice.experts : choice.used));
+            }
+            set(chosen, experts.data());
+        }
         std::vector<uint8_t> bytes(each);
         const size_t random = ggml_row_size(type, cols) * (size_t)n_rows;
         if (type == GGML_TYPE_F32) {
@@ -374,11 +397,35 @@ static Products products_of(Device *ledger, ggml_type type, int64_t rows, int64_
     return Products(ledger, type, n_rows, cols, n, std::min({total, most / 2, (size_t)(most_rows * (double)row)}));
 }
 
+// The same for products of a layer's experts on the device, with n columns for each expert that is chosen. Of many experts only
+// some are measured, if there is no memory for all.
+static Products products_of_experts(Device &d, ggml_type type, int64_t rows, int64_t cols, uint32_t n, Choice choice,
+                                    double most_flops) {
+    const double most = (double)room_of(d) / 2, most_rows = most_flops / 2 / (double)cols / n;
+    const auto fit = (int64_t)(most_rows / (double)choice.used);
+    const int64_t n_rows = std::min(rows, std::max<int64_t>(32, fit / 32 * 32));
+    const double expert = (double)n_rows * (double)ggml_row_size(type, cols), results = 4.0 * (double)n_rows * n;
+    double n_expert = std::min((double)choice.experts, (most - results * (double)choice.used) / expert);
+    if (choice.alike) {
+        n_expert = std::min({(double)choice.experts, most / (expert + results), most_rows / (double)n_rows});
+    }
+    choice.experts = std::max((int64_t)n_expert / choice.used, (int64_t)1) * choice.used;
+    const double chosen = (double)(choice.alike ? choice.experts : choice.used);
+    const double n_products = std::min(most / expert / (double)choice.experts, most_rows / (double)n_rows / chosen);
+    const double total = std::max(n_products, 1.0) * expert * (double)choice.experts;
+    return Products(&d, type, n_rows, cols, n, std::min((size_t)total, d.inner.quirks.probe_bytes), choice);
+}
+
 static constexpr double kCpuFlops = 4e9; // of one measured call at most
 // So long may a call on the device take: much longer than the driver needs to begin work and to tell its end.
 static constexpr double kCallSeconds = 0.01;
 // The CPU's rates do not rise with more columns.
 static constexpr uint32_t kMostCpuColumns = 512;
+// So few columns for each expert are measured with all experts chosen equally often, more with few experts: a prompt's step
+// of 1,024 tokens has 64 for each of 128 experts, or 1,024 for each of 8.
+static constexpr uint32_t kMostColumnsAlike = 64;
+// Rates of experts hardly rise with more columns, but the driver's pools would grow.
+static constexpr uint32_t kMostColumnsOfExperts = 1024;
 static constexpr size_t kLookBytes = (size_t)128 << 20;
 
 static bool is_kind(int type, int64_t rows, int64_t cols) {
@@ -501,9 +548,11 @@ extern "C" fsd_status fsd_probe_machine(double seconds, fsd_machine_rates *r) {
     return stopped() ? was_stopped() : FSD_OK;
 }
 
-extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, double seconds, fsd_product_rates *r) {
+extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, int64_t n_expert, int64_t n_used,
+                                        double seconds, fsd_product_rates *r) {
     Device &d = device();
-    if (!r || r->struct_size != sizeof(*r) || !is_kind(type, rows, cols) || !(seconds > 0)) {
+    if (!r || r->struct_size != sizeof(*r) || !is_kind(type, rows, cols) || n_used < 0 || n_expert < n_used ||
+        (n_used > 0 && rows % n_used != 0) || !(seconds > 0)) {
         return fail(FSD_BAD_ARGUMENT,
                     "fsd_probe_product: the type has no such shape, or struct_size or the time is wrong");
     }
@@ -540,8 +589,17 @@ extern "C" fsd_status fsd_probe_product(int type, int64_t rows, int64_t cols, do
         if (stopped()) {
             break;
         }
-        Products on_gpu = products_of(&d, (ggml_type)type, rows, cols, n, quirks.probe_bytes, room_of(d), most_flops);
-        r->gpu_flops[i] = on_gpu.ok() ? on_gpu.flops / seconds_on_device(d, on_gpu.graph, each) : 0;
+        const auto rate = [&](const Products &p) { return p.ok() ? p.flops / seconds_on_device(d, p.graph, each) : 0; };
+        r->gpu_flops[i] = 0;
+        if (n_used > 0 && n > 1) {
+            const Choice choice = {n_used, n_expert, n <= kMostColumnsAlike};
+            r->gpu_flops[i] = rate(products_of_experts(d, (ggml_type)type, rows / n_used, cols,
+                                                       std::min(n, kMostColumnsOfExperts), choice, most_flops));
+        }
+        if (r->gpu_flops[i] == 0 && !stopped()) { // no experts, or there is no room for any
+            r->gpu_flops[i] =
+                rate(products_of(&d, (ggml_type)type, rows, cols, n, quirks.probe_bytes, room_of(d), most_flops));
+        }
         if (r->gpu_flops[i] > 0) { // more columns take longer for each weight
             most_flops = std::min(quirks.probe_flops, kCallSeconds * r->gpu_flops[i]);
         }

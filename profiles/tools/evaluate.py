@@ -230,7 +230,7 @@ def fitted_profile(profile: Profile, rates: Rates, model: Model) -> Profile:
     """The profile with the fitted rates in the places where a measured profile has them. Rates that the fit cannot tell
     stay those of the spec sheet."""
     kind = profiles.kinds_of(model)[0]
-    per_weight = BYTES_PER_WEIGHT[kind[0]]
+    per_weight = BYTES_PER_WEIGHT[kind.type_name]
     cpu, gpu = rates.cpu or profile.cpu_gemv, rates.gpu or profile.gpu_gemv
     gpu_flops = rates.gpu_flops or profile.gpu_flops
     dram = max(profile.dram, cpu)

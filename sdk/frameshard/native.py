@@ -953,15 +953,19 @@ class ShardDevice:
         self._probed(self._lib.fsd_probe_machine(ctypes.c_double(seconds), ctypes.byref(raw)))
         return MachineRates(**_values(raw))
 
-    def probe_product(self, ggml_type: int, rows: int, cols: int, seconds: float) -> ProductRates:
+    def probe_product(
+        self, ggml_type: int, rows: int, cols: int, seconds: float, *, n_expert: int = 0, n_used: int = 0
+    ) -> ProductRates:
         """Measures products with weights of one type and shape, on the CPU and the inner device.
 
+        :param rows: of the matrix; for experts, of the ``n_used`` that a token uses together.
+        :param n_expert: the experts of which each token uses ``n_used``; 0 for other weights.
         :raises OutOfMemory: there is no room for the measurement.
         :raises ProbeStopped: it was stopped.
         :raises BadArgument: the type or the shape is impossible.
         """
         raw = _ProductRates(struct_size=ctypes.sizeof(_ProductRates))
-        shape = (ctypes.c_int(ggml_type), ctypes.c_int64(rows), ctypes.c_int64(cols))
+        shape = (ctypes.c_int(ggml_type), *(ctypes.c_int64(n) for n in (rows, cols, n_expert, n_used)))
         self._probed(self._lib.fsd_probe_product(*shape, ctypes.c_double(seconds), ctypes.byref(raw)))
         return ProductRates(**_values(raw))
 

@@ -19,14 +19,15 @@ PROBE = """
 import json, sys
 from frameshard import native
 from frameshard.engine import probe
+from frameshard.plan import profile
 from frameshard.plan.model import read_model
-probe._MEMORY_KIND = ("F16", 2048, 2048)  # a smaller one, to be quick
+probe._MEMORY_KIND = profile.Kind("F16", 2048, 2048)  # a smaller one, to be quick
 device = native.ShardDevice("emulated:1", vram_budget_bytes=0, n_threads=1)
 calls, profiles = [], []
 for name in ("probe_machine", "probe_product", "probe_attention"):
-    def counted(*args, name=name, probe=getattr(device, name)):
+    def counted(*args, name=name, probe=getattr(device, name), **options):
         calls.append(name)
-        return probe(*args)
+        return probe(*args, **options)
     setattr(device, name, counted)
 for path, refresh in zip(sys.argv[1:4], (False, False, True)):
     model = read_model(path)
@@ -82,6 +83,9 @@ def test_measures_what_is_missing_and_all_when_told(
     assert calls[0].count("probe_machine") == 1
     assert first["products"].keys() > {"F16 2048x2048"}  # for the rate of the memory
     assert second["products"].keys() > first["products"].keys()
+    experts = [profile.parse_kind(name) for name in second["products"] if "/" in name]
+    assert {(kind.n_used, kind.n_expert) for kind in experts} == {(4, 16)}
+    assert all(min(second["products"][profile.kind_name(kind)]["gpu_flops"]) > 0 for kind in experts)
     assert calls[1].count("probe_product") == len(second["products"]) - len(first["products"])
     assert "probe_machine" not in calls[1]
     assert "probe_attention" not in calls[1]
@@ -136,8 +140,9 @@ STREAM = """
 import functools, json, sys
 from frameshard.engine import probe, rates
 from frameshard.engine.runtime import Runtime
+from frameshard.plan import profile
 from frameshard.wire.engine import EngineConfig
-probe._MEMORY_KIND = ("F16", 2048, 2048)  # a smaller one, to be quick
+probe._MEMORY_KIND = profile.Kind("F16", 2048, 2048)  # a smaller one, to be quick
 rates.Measurements = functools.partial(rates.Measurements, seconds=0.5)
 config = EngineConfig(model=sys.argv[1], device="emulated:1", n_ctx=256, n_parallel=1, n_threads=1)
 with Runtime.load(config) as runtime:

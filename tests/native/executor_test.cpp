@@ -919,7 +919,7 @@ struct Probes {
     }
     void expect_of_all(fsd_status wanted, const char *why) {
         expect(fsd_probe_machine(0.01, &machine), wanted, why);
-        expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0.01, &product), wanted, why);
+        expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0, 0, 0.01, &product), wanted, why);
         expect(fsd_probe_attention(64, 2, 2, 256, 0.01, &attention), wanted, why);
         expect(fsd_probe_look(GGML_TYPE_F16, 256, 256, &look), wanted, why);
     }
@@ -933,14 +933,15 @@ struct Probes {
 SCENARIO(probes_say_why_they_fail) {
     Probes p;
     p.expect(fsd_probe_machine(0, &p.machine), FSD_BAD_ARGUMENT, "fsd_probe_machine");
-    p.expect(fsd_probe_product(GGML_TYPE_Q4_1, 256, 33, 0.01, &p.product), FSD_BAD_ARGUMENT, "fsd_probe_product");
+    p.expect(fsd_probe_product(GGML_TYPE_Q4_1, 256, 33, 0, 0, 0.01, &p.product), FSD_BAD_ARGUMENT, "fsd_probe_product");
+    p.expect(fsd_probe_product(GGML_TYPE_F16, 256, 64, 8, 3, 0.01, &p.product), FSD_BAD_ARGUMENT, "fsd_probe_product");
     p.expect(fsd_probe_attention(64, 3, 2, 256, 0.01, &p.attention), FSD_BAD_ARGUMENT, "fsd_probe_attention");
     p.expect(fsd_probe_look(GGML_TYPE_Q4_1, 256, 33, &p.look), FSD_BAD_ARGUMENT, "fsd_probe_look");
     p.expect_of_all(FSD_BAD_STATE, "fsd_configure comes first");
     const fsd_config config = config_of(64);
     CHECK(fsd_configure(&config) == FSD_OK);
     p.expect(fsd_probe_machine(0.01, &p.machine), FSD_OUT_OF_MEMORY, "no room");
-    p.expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0.01, &p.product), FSD_OUT_OF_MEMORY, "no room");
+    p.expect(fsd_probe_product(GGML_TYPE_F16, 256, 256, 0, 0, 0.01, &p.product), FSD_OUT_OF_MEMORY, "no room");
     p.expect(fsd_probe_look(GGML_TYPE_F16, 256, 256, &p.look), FSD_OUT_OF_MEMORY, "no room");
     CHECK(fsd_set_budget(0, 1) == FSD_OK && fsd_stop_probe(1) == FSD_OK);
     p.expect_of_all(FSD_STOPPED, "stopped");

@@ -14,7 +14,7 @@ import pytest
 from frameshard.errors import BadArgument
 from frameshard.plan import profile as profiles
 from frameshard.plan.model import read_model
-from frameshard.plan.profile import Attention, Product, Profile
+from frameshard.plan.profile import Attention, Kind, Product, Profile
 
 PRODUCT = Product((1, 16, 512), (1e9, 1e10, 1e11), (1e11, 1e12, 1e13), 7e9, 0.8e9)
 PROFILE = Profile(
@@ -111,25 +111,48 @@ def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_kinds_are_what_one_product_reads(model_path: Path, moe_path: Path) -> None:
-    assert profiles.kinds_of(read_model(model_path))[0] == ("Q4_1", 1536, 576)
+    assert profiles.kinds_of(read_model(model_path))[0] == Kind("Q4_1", 1536, 576)
     # A token uses two of eight experts, so the rows of both count.
-    assert profiles.kinds_of(read_model(moe_path))[0] == ("Q4_1", 2 * 1536, 576)
+    kinds = profiles.kinds_of(read_model(moe_path))
+    assert kinds[0] == Kind("Q4_1", 2 * 1536, 576, 2, 8)
+    assert any(kind.n_used == 0 for kind in kinds)  # for all that are no experts
     assert profiles.heads_of(read_model(model_path)) == (64, 9, 3)
 
 
 def test_rates_are_those_of_the_nearest_weights() -> None:
     one, many = np.array([1.0, 16.0]), np.array([4.0, 10_000.0])
-    seconds = PROFILE.seconds_per_weight(("Q4_0", 1024, 512), one, on_cpu=True)
+    seconds = PROFILE.seconds_per_weight(Kind("Q4_0", 1024, 512), one, on_cpu=True)
     assert seconds == pytest.approx([2 / 1e9, 2 * 16 / 1e10])
-    between, beyond = PROFILE.seconds_per_weight(("Q4_0", 64, 64), many, on_cpu=False)
+    between, beyond = PROFILE.seconds_per_weight(Kind("Q4_0", 64, 64), many, on_cpu=False)
     assert 2 * 4 / 1e12 < between < 2 * 4 / 1e11
     assert beyond == pytest.approx(2 * 10_000 / 1e13)
     # For a type that was not measured: the same bytes/s with one column, the same operations/s with many.
     one_byte = 1e9 * (18 / 32) / 2
-    assert PROFILE.seconds_per_weight(("F16", 64, 64), one, on_cpu=True)[0] == pytest.approx(2 / one_byte)
-    assert PROFILE.seconds_per_weight(("F16", 64, 64), many, on_cpu=True)[1] == pytest.approx(2e4 / 1e11)
+    assert PROFILE.seconds_per_weight(Kind("F16", 64, 64), one, on_cpu=True)[0] == pytest.approx(2 / one_byte)
+    assert PROFILE.seconds_per_weight(Kind("F16", 64, 64), many, on_cpu=True)[1] == pytest.approx(2e4 / 1e11)
     plain = dataclasses.replace(PROFILE, products={})
-    assert plain.seconds_per_weight(("F16", 8, 8), one, on_cpu=True) == pytest.approx([2 / 4e9, 2 * 16 / 6e9])
+    assert plain.seconds_per_weight(Kind("F16", 8, 8), one, on_cpu=True) == pytest.approx([2 / 4e9, 2 * 16 / 6e9])
+
+
+def test_experts_have_rates_of_their_own() -> None:
+    experts = dataclasses.replace(PRODUCT, gpu_flops=(1e11, 2e11, 3e11))
+    both = dataclasses.replace(PROFILE, products={"Q4_0 1024x512": PRODUCT, "Q4_0 2048x512 2/8": experts})
+    for kind, rate in ((Kind("Q4_0", 1024, 512, 2, 8), 2e11), (Kind("Q4_0", 2048, 512), 1e12)):
+        assert both.seconds_per_weight(kind, np.array([16.0]), on_cpu=False) == pytest.approx([2 * 16 / rate])
+    only = dataclasses.replace(PROFILE, products={"Q4_0 1024x512": PRODUCT})  # by an older version
+    dense = only.seconds_per_weight(Kind("Q4_0", 1024, 512, 2, 8), np.array([16.0]), on_cpu=False)
+    assert dense == pytest.approx([2 * 16 / 1e12])
+
+
+@pytest.mark.parametrize("name", ["Q4_0 1024", "Q9 1x1", "Q4_0 0x8", "Q4_0 8x8 0/8", "Q4_0 8x8 2", "Q4_0 8x8 2/8 "])
+def test_what_is_no_kind_is_refused(name: str) -> None:
+    with pytest.raises(BadArgument, match="not a kind of weights"):
+        profiles.parse_kind(name)
+
+
+def test_a_kind_survives_its_name() -> None:
+    for kind in (Kind("Q4_0", 1024, 512), Kind("Q4_0", 2048, 512, 2, 8)):
+        assert profiles.parse_kind(profiles.kind_name(kind)) == kind
 
 
 def test_a_disturbed_measurement_of_a_large_matrix_does_not_count() -> None:
@@ -142,7 +165,7 @@ def test_a_disturbed_measurement_of_a_large_matrix_does_not_count() -> None:
             for name, rate in (("Q4_0 4096x4096", large), ("Q4_0 512x512", small))
         }
         profile = dataclasses.replace(PROFILE, products=products)
-        found = [2 / profile.seconds_per_weight(("Q4_0", n, n), one, on_cpu=True)[0] for n in (4096, 512)]
+        found = [2 / profile.seconds_per_weight(Kind("Q4_0", n, n), one, on_cpu=True)[0] for n in (4096, 512)]
         assert found == pytest.approx(expected)
 
 

@@ -73,7 +73,7 @@ def table(profile: Profile) -> str:
         lines.append(f"{'disk, GB/s, in reads of MiB':32}" + _cells(size / 2**20 for size in sizes))
         lines.append(f"{'  read':32}" + _cells(rate / 1e9 for rate in rates))
     for name, product in profile.products.items():
-        gemv = BYTES_PER_WEIGHT[parse_kind(name)[0]] / 2e9
+        gemv = BYTES_PER_WEIGHT[parse_kind(name).type_name] / 2e9
         lines += [
             f"{name + ', tokens at once':32}" + _cells(product.tokens),
             f"{'  CPU, TFLOP/s':32}" + _cells(rate / 1e12 for rate in product.cpu_flops),

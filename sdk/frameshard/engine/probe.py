@@ -48,7 +48,7 @@ _PROBES = 4  # the version of what is measured and how: profiles of another vers
 _COPY_BYTES = 16 << 20  # size of one copy; the shard device's default
 # This matrix is so large, and its type so simple to compute, that a product with one column runs at the full rate of
 # the device's memory.
-_MEMORY_KIND = ("F16", 8192, 8192)
+_MEMORY_KIND = Kind("F16", 8192, 8192)
 _CELLS = (1024, 8192)  # context lengths at which attention is measured
 _USUAL_HANDOFF_S = 30e-6
 
@@ -164,14 +164,14 @@ class Measurements:
         if self._kept is not None:
             return self._kept.seen_by(self._model)
         kind = self._kinds[0]
-        look = self._device.look(GGML_NUMBERS[kind[0]], kind[1], kind[2])
+        look = self._device.look(GGML_NUMBERS[kind.type_name], kind.rows, kind.cols)
         product = Product(look.tokens, look.cpu_flops, look.gpu_flops, 0.0, 0.0)
         source = "a quick look at the launch"
         return Profile(
             fingerprint=self._key,
             h2d=look.h2d,
             d2h=look.h2d,
-            dram=product.cpu_flops[0] * BYTES_PER_WEIGHT[kind[0]] / 2,
+            dram=product.cpu_flops[0] * BYTES_PER_WEIGHT[kind.type_name] / 2,
             cpu_gemv=1.0,  # these four depend on the model: seen_by() sets them
             gpu_gemv=1.0,
             cpu_flops=1.0,
@@ -207,7 +207,9 @@ class Measurements:
         self._machine = self._device.probe_machine(0.4 * self._seconds)
 
     def _probe_product(self, kind: Kind, seconds: float) -> None:
-        rates = self._device.probe_product(GGML_NUMBERS[kind[0]], kind[1], kind[2], seconds)
+        rates = self._device.probe_product(
+            GGML_NUMBERS[kind.type_name], kind.rows, kind.cols, seconds, n_expert=kind.n_expert, n_used=kind.n_used
+        )
         # In a small budget there is no room for the largest products. Their rates are 0.
         found = [i for i in range(len(rates.tokens)) if min(rates.cpu_flops[i], rates.gpu_flops[i]) > 0]
         self._products[kind_name(kind)] = Product(

@@ -10,13 +10,14 @@ import dataclasses
 import json
 import math
 import os
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,6 @@ from frameshard.plan.model import Model, Shard
 SCHEMA_VERSION = 2
 
 Floats = NDArray[np.float64]
-Kind = tuple[str, int, int]
-"""A kind of weights: the ggml type, the rows and the columns of the matrix that one product reads."""
 KvType = Literal["f16", "q8_0", "q4_0"]
 """Type of the KV cache: 16 bits per value, or blocks of 32 values with a scale (8.5 or 4.5 bits per value)."""
 BYTES_PER_WEIGHT = {name: n_bytes / block for name, block, n_bytes in GGML_TYPES.values()}
@@ -47,11 +46,28 @@ _MOST_KINDS = 3  # at most so many kinds of weights are measured for one model
 _LEAST_SHARE = 0.1  # a kind with a smaller share of the model's bytes gets the rates of the most similar one
 
 
+class Kind(NamedTuple):
+    """A kind of weights.
+
+    :param type_name: the ggml type.
+    :param rows: the rows of the matrix that one product reads; for experts, of all that a token uses.
+    :param cols: its columns.
+    :param n_used: the experts that a token uses; 0: the weights are no experts.
+    :param n_expert: the experts to choose from.
+    """
+
+    type_name: str
+    rows: int
+    cols: int
+    n_used: int = 0
+    n_expert: int = 0
+
+
 @dataclass(frozen=True)
 class Product:
     """The rates of matrix products with one kind of weights.
 
-    :param tokens: the measured numbers of columns, ascending from 1.
+    :param tokens: the measured numbers of columns, of each chosen expert where they are experts; ascending from 1.
     :param cpu_flops: FLOP/s of the CPU, for each number of columns.
     :param gpu_flops: FLOP/s of the device, for each number of columns.
     :param cpu_beside_copies: bytes/s of weights that the CPU reads while copies run.
@@ -221,7 +237,7 @@ class Profile:
         same = [
             each
             for key, each in self.products.items()
-            if parse_kind(key)[0] == type_name and each.cpu_beside_copies and each.h2d_beside_cpu
+            if parse_kind(key).type_name == type_name and each.cpu_beside_copies and each.h2d_beside_cpu
         ]
         if same:
             gemv = BYTES_PER_WEIGHT[type_name] / 2
@@ -244,12 +260,12 @@ class Profile:
         :returns: an array of the shape of ``tokens``.
         """
         name, product = self._nearest(kind)
-        if product is not None and name == kind[0]:
+        if product is not None and name == kind.type_name:
             flops = _at(tokens, product.tokens, product.cpu_flops if on_cpu else product.gpu_flops)
             return 2 * tokens / flops
         plain = self if product is None else self._with(name, product)
         gemv, most = (plain.cpu_gemv, plain.cpu_flops) if on_cpu else (plain.gpu_gemv, plain.gpu_flops)
-        return np.maximum(BYTES_PER_WEIGHT[kind[0]] / gemv, 2 * tokens / most)
+        return np.maximum(BYTES_PER_WEIGHT[kind.type_name] / gemv, 2 * tokens / most)
 
     def attention_rates(
         self, heads: tuple[int, int, int], cells: float, kv_type: KvType = "f16"
@@ -279,7 +295,7 @@ class Profile:
         gemv = BYTES_PER_WEIGHT[type_name] / 2
         # All shapes use the same memory, and other load can only lower a rate. So the highest measurement is the most
         # accurate.
-        same = (each for key, each in self.products.items() if parse_kind(key)[0] == type_name)
+        same = (each for key, each in self.products.items() if parse_kind(key).type_name == type_name)
         beside = max(same, key=lambda each: each.cpu_beside_copies + each.h2d_beside_cpu)
         return dataclasses.replace(
             self,
@@ -292,8 +308,8 @@ class Profile:
         )
 
     def _nearest(self, kind: Kind) -> tuple[str, Product | None]:
-        """The measurement with the most similar kind of weights: the same type if there is one, and the most similar
-        size.
+        """The measurement with the most similar kind of weights: the same type if there is one, experts for experts,
+        and the most similar size.
 
         :returns: the type of its weights, and its rates.
         """
@@ -308,24 +324,27 @@ class Profile:
         return {}
 
     def _find(self, kind: Kind) -> tuple[str, Product | None]:
-        def distance(key: str) -> tuple[float, float]:
-            name, rows, cols = parse_kind(key)
-            other_type = abs(np.log(BYTES_PER_WEIGHT[name] / BYTES_PER_WEIGHT[kind[0]]))
-            return (0.0 if name == kind[0] else 1 + other_type), abs(np.log(rows * cols / (kind[1] * kind[2])))
+        def distance(key: str) -> tuple[float, bool, float]:
+            other = parse_kind(key)
+            types = abs(np.log(BYTES_PER_WEIGHT[other.type_name] / BYTES_PER_WEIGHT[kind.type_name]))
+            size = abs(np.log(other.rows * other.cols / (kind.rows * kind.cols)))
+            same_type = other.type_name == kind.type_name
+            return (0.0 if same_type else 1 + types), bool(other.n_used) != bool(kind.n_used), size
 
         nearest = min(self.products, key=distance, default=None)
         if nearest is None:
             return "", None
-        name, rows, cols = parse_kind(nearest)
+        found = parse_kind(nearest)
         # With one column the CPU reads large matrices at least as fast as small ones. If a smaller one of the same type
         # was faster, something else ran while this one was measured.
         smaller = [
             each.cpu_flops[0]
             for key, each in self.products.items()
-            if (other := parse_kind(key))[0] == name and other[1] * other[2] <= rows * cols
+            if (other := parse_kind(key)).type_name == found.type_name
+            and other.rows * other.cols <= found.rows * found.cols
         ]
         product = self.products[nearest]
-        return name, dataclasses.replace(product, cpu_flops=(max(smaller), *product.cpu_flops[1:]))
+        return found.type_name, dataclasses.replace(product, cpu_flops=(max(smaller), *product.cpu_flops[1:]))
 
     def to_dict(self) -> dict[str, object]:
         """A dictionary of plain values with ``schema_version``, for JSON."""
@@ -390,7 +409,8 @@ def _at(x: Floats, at: tuple[int, ...], rates: tuple[float, ...]) -> Floats:
 
 def kind_name(kind: Kind) -> str:
     """The key of a kind of weights in a profile's ``products``."""
-    return f"{kind[0]} {kind[1]}x{kind[2]}"
+    experts = f" {kind.n_used}/{kind.n_expert}" if kind.n_used else ""
+    return f"{kind.type_name} {kind.rows}x{kind.cols}{experts}"
 
 
 @lru_cache(maxsize=256)
@@ -399,24 +419,24 @@ def parse_kind(name: str) -> Kind:
 
     :raises BadArgument: the key does not have that form.
     """
-    type_name, _, shape = name.partition(" ")
-    rows, _, cols = shape.partition("x")
-    numbers = shape.isascii() and rows.isdigit() and cols.isdigit()
-    if type_name not in BYTES_PER_WEIGHT or not (numbers and int(rows) and int(cols)):
-        raise BadArgument(f"{name!r} is not a kind of weights such as 'Q4_0 11520x4096'")
-    return type_name, int(rows), int(cols)
+    found = re.fullmatch(r"(\S+) ([0-9]+)x([0-9]+)(?: ([0-9]+)/([0-9]+))?", name)
+    kind = Kind(found[1], *(int(n) for n in found.groups()[1:] if n)) if found else Kind("", 0, 0)
+    if kind.type_name not in BYTES_PER_WEIGHT or not all(kind[1 : 5 if found and found[4] else 3]):
+        raise BadArgument(f"{name!r} is not a kind of weights such as 'Q4_0 11520x4096' or 'Q4_0 6144x2048 8/128'")
+    return kind
 
 
 def kind_of(model: Model, shard: Shard, tensor: Tensor) -> Kind:
-    """The kind of the matrix that one product with this tensor reads. For experts it has the rows of all experts that a
-    token uses."""
+    """The kind of the matrix that one product with this tensor reads."""
     cols, rows = tensor.shape[0], tensor.shape[1] if len(tensor.shape) > 1 else 1
-    return tensor.type_name, rows * max(model.n_expert_used, 1) if shard.kind == "experts" else rows, cols
+    if shard.kind != "experts" or not model.n_expert_used:
+        return Kind(tensor.type_name, rows, cols)
+    return Kind(tensor.type_name, rows * model.n_expert_used, cols, model.n_expert_used, model.n_expert)
 
 
 def kinds_of(model: Model) -> list[Kind]:
-    """The kinds of weights with the most bytes in the model, largest first. The output head is left out, because a
-    prefill computes only one row of logits."""
+    """The kinds of weights with the most bytes in the model, largest first; behind experts also the largest of all
+    others. The output head is left out, because a prefill computes only one row of logits."""
     n_bytes: Counter[Kind] = Counter()
     for shard in model.shards:
         for tensor in shard.tensors:
@@ -424,7 +444,9 @@ def kinds_of(model: Model) -> list[Kind]:
                 n_bytes[kind_of(model, shard, tensor)] += tensor.n_bytes
     total = sum(n_bytes.values())
     kinds = sorted(n_bytes, key=lambda kind: (-n_bytes[kind], kind))
-    return [kind for kind in kinds if n_bytes[kind] >= _LEAST_SHARE * total][:_MOST_KINDS]
+    found = [kind for kind in kinds if n_bytes[kind] >= _LEAST_SHARE * total][:_MOST_KINDS]
+    others = [kind for kind in kinds if not kind.n_used]
+    return found if any(kind in found for kind in others) else found + others[:1]
 
 
 def heads_of(model: Model) -> tuple[int, int, int]:

@@ -38,8 +38,8 @@ class Shards:
         for i, row in enumerate(of_kind):
             for kind, n in row:
                 self.n_weights[self.kinds[kind], i] += n
-        n_bytes = {kind: BYTES_PER_WEIGHT[kind[0]] * self.n_weights[i].sum() for kind, i in self.kinds.items()}
-        self.main_type = max(n_bytes, key=lambda kind: n_bytes[kind], default=("F16", 0, 0))[0]
+        n_bytes = {kind: BYTES_PER_WEIGHT[kind.type_name] * self.n_weights[i].sum() for kind, i in self.kinds.items()}
+        self.main_type = max(n_bytes, key=lambda kind: n_bytes[kind], default=Kind("F16", 0, 0)).type_name
         """The type of the kind of weights with the most bytes."""
         self.names = [shard.kind for shard in ladder]
         self.masks: dict[str, Mask] = {
