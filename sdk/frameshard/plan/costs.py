@@ -309,7 +309,7 @@ class Graph:
         self.expert_stream_share = 0.0
         if one_at_a_time and experts.missing.any():
             cpu_s, shared_s, turns, copied_s = self._single_experts(costs, n_tokens, used, cached, touched, cpu_s)
-        copy_s, share_copied = self._whole_experts(costs, n_tokens)
+        copy_s, share_s = self._whole_experts(costs, n_tokens)
         # A graph of one token streams single experts, a larger one whole tensors of experts. In both cases the host
         # must read the router's choice in each layer. With few tokens the device may begin before it has.
         ahead_of_host_s = one_at_a_time * _AHEAD * self.handoff_s * cached ** float(used.sum())
@@ -323,8 +323,8 @@ class Graph:
             beside_s, ahead_s = 2 * slot_s, 3 * slot_s
         elif experts.missing.any():
             device_s = device_s + np.where(experts.missing, costs.conditions.turn_s - ahead_of_host_s, 0.0)
-            # The ring reserves room for all experts of a layer, but only a share of them is copied.
-            beside_s, ahead_s = beside_s * share_copied, ahead_s * share_copied
+            # The ring reserves room for all experts of a layer, but only some of them are copied.
+            beside_s, ahead_s = beside_s * share_s, ahead_s * share_s
         self._ahead_s = beside_s, ahead_s
         order = self._order = costs.layout.use_order
         self._device_s, self._cpu_s, self._expert_copy_s = device_s[order], cpu_s[order], copied_s[order]
@@ -452,7 +452,7 @@ class Graph:
         with the experts that the previous graph used. Together with the missing ones that is about as many as twice the
         tokens would use.
 
-        :returns: for each shard the time of copies; the share of experts that is copied from host memory.
+        :returns: for each shard the time of copies; that of experts, as a share of copying all of them.
         """
         shards, experts = costs.shards, costs.experts
         predicted = experts.routing.used(2 * n_tokens)
@@ -463,7 +463,9 @@ class Graph:
         streamed_s = shards.n_bytes * share_copied * (1 - costs.resident_share) / runs_rate
         # Cached experts are copied within the device, each matrix separately.
         within_s = _WITHIN_S * predicted_cached * shards.n_tensors * (1 - costs.resident_share)
-        return np.where(experts.missing, streamed_s + within_s, costs.copy_s), share_copied
+        copy_s = np.where(experts.missing, streamed_s + within_s, costs.copy_s)
+        all_s = float((shards.n_bytes * (1 - costs.resident_share))[experts.missing].sum()) / costs.profile.h2d
+        return copy_s, float(copy_s[experts.missing].sum()) / max(all_s, 1e-12)
 
     def seconds(self, on_cpu: Mask) -> float:
         """The predicted time of the graph. Of the shards that are not resident, the CPU computes those in ``on_cpu``
