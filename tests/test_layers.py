@@ -13,11 +13,13 @@ import frameshard
 
 PACKAGE = Path(frameshard.__file__).parent
 
-# The subpackages and modules that each may import, besides itself. All may import errors, models, program and system.
+# The subpackages and modules that each may import, besides itself. All may import errors, models, program, records
+# and system.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "models": set(),
     "program": set(),
+    "records": set(),
     "confined": set(),
     "system": set(),
     "frame": set(),
@@ -61,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": {"arbiter", "client", "conversation", "deal", "images", "tools", "wire"},
 }
-EVERYONES = {"errors", "models", "program", "system"}
+EVERYONES = {"errors", "models", "program", "records", "system"}
 
 
 def room(path: Path) -> str:

@@ -21,16 +21,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
+from frameshard.records import record
 from frameshard.wire.messages import PlanRow
 
 ENOUGH_SHARE = 0.98
 """A budget is enough for the sidecar if it reaches this share of the best predicted rate."""
 
 
-@dataclass(frozen=True)
+@record
 class PoolNeeds:
     """What a streaming pool holds and wants, in bytes.
 
@@ -45,7 +45,7 @@ class PoolNeeds:
     soon_bytes: int
 
 
-@dataclass(frozen=True)
+@record
 class SidecarNeeds:
     """What a sidecar can do with VRAM, in bytes.
 
@@ -57,7 +57,7 @@ class SidecarNeeds:
     useful_bytes: int
 
 
-@dataclass(frozen=True)
+@record
 class BudgetStep:
     """A change of the sidecar's lease that must be asked for now. If `state` is ``parked``, `budget_bytes` is 0."""
 
@@ -65,7 +65,7 @@ class BudgetStep:
     state: Literal["active", "parked"] = "active"
 
 
-@dataclass(frozen=True)
+@record
 class Decision:
     """What holds from now on.
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from frameshard.errors import BadArgument
+from frameshard.records import record
 from frameshard.wire import checks, codec, saves
 from frameshard.wire import messages as m
 
 MAX_NAME_BYTES = 128
 
 
-@dataclass(frozen=True)
+@record
 class LoadResult:
     """What :meth:`frameshard.Client.load` has found. The texts of the save are loaded in any case.
 

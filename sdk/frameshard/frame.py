@@ -17,10 +17,10 @@ import os
 import struct
 import sys
 import time
-from dataclasses import dataclass
 from types import TracebackType
 
 from frameshard.errors import BadArgument
+from frameshard.records import record
 
 MAGIC, VERSION, PAGE_BYTES = 0x42465346, 1, 4096
 IDLE = 1
@@ -42,7 +42,7 @@ def clock_ns() -> int:
     return time.perf_counter_ns()  # CLOCK_MONOTONIC on Linux, QueryPerformanceCounter on Windows
 
 
-@dataclass(frozen=True)
+@record
 class Answer:
     """The sidecar's answer to budgets in the frame block.
 

@@ -12,11 +12,12 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from frameshard import system
 from frameshard.errors import BadArgument
+from frameshard.records import record
 from frameshard.wire import messages as m
 
 if sys.platform == "linux":
@@ -26,7 +27,7 @@ INLINE_BYTES = 16 << 10
 """Larger images go through shared memory: those in a message take its room from the texts."""
 
 
-@dataclass(frozen=True)
+@record
 class Pixels:
     """An image of 8-bit pixels, top row first.
 

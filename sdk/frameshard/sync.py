@@ -50,6 +50,7 @@ from frameshard.errors import (
 )
 from frameshard.frame import FrameBlock
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
+from frameshard.records import record
 from frameshard.tools import Tool
 from frameshard.wire import messages as m
 from frameshard.wire.launch import ConnectInfo
@@ -126,7 +127,7 @@ class Job:
         return f"<Job {state}, {len(self.text)} characters>"
 
 
-@dataclass(frozen=True)
+@record
 class Ready:
     """The sidecar has loaded its model. `features`, `http_url` and `http_key` are those of
     :class:`frameshard.Client`."""
@@ -137,7 +138,7 @@ class Ready:
     http_key: str = field(repr=False)
 
 
-@dataclass(frozen=True)
+@record
 class TextAdded:
     """More of a job's answer."""
 
@@ -150,7 +151,7 @@ class TextAdded:
         return self.delta.text
 
 
-@dataclass(frozen=True)
+@record
 class ThoughtAdded:
     """More of what the model thinks before it answers. Only for jobs whose `thinking` is ``shown``."""
 
@@ -158,7 +159,7 @@ class ThoughtAdded:
     thought: m.Thought
 
 
-@dataclass(frozen=True)
+@record
 class ToolCalled:
     """A job's answer calls a tool. After :class:`Finished`, give the results to :meth:`Sidecar.tool_results`."""
 
@@ -166,7 +167,7 @@ class ToolCalled:
     call: m.ToolCall
 
 
-@dataclass(frozen=True)
+@record
 class Progressed:
     """How far a job with images or a long prompt has got before its first token."""
 
@@ -174,21 +175,21 @@ class Progressed:
     progress: m.Progress
 
 
-@dataclass(frozen=True)
+@record
 class Paused:
     """A job of higher priority has taken a job's place. The job continues on its own; :class:`Resumed` follows."""
 
     job: Job
 
 
-@dataclass(frozen=True)
+@record
 class Resumed:
     """A paused job continues."""
 
     job: Job
 
 
-@dataclass(frozen=True)
+@record
 class Finished:
     """A job's last event: the answer is complete."""
 
@@ -196,7 +197,7 @@ class Finished:
     completion: Completion
 
 
-@dataclass(frozen=True)
+@record
 class Failed:
     """A job's last event: it ended by an error, or was cancelled (:class:`JobCancelled`)."""
 
@@ -204,7 +205,7 @@ class Failed:
     error: FrameshardError
 
 
-@dataclass(frozen=True)
+@record
 class BudgetGranted:
     """First answer to a change of the budget: all of it by the deadline, or a part, and how long it is predicted to
     take."""
@@ -213,7 +214,7 @@ class BudgetGranted:
     lease: m.Lease
 
 
-@dataclass(frozen=True)
+@record
 class BudgetReleased:
     """Second answer: the change is in force, and the memory is released."""
 
@@ -221,7 +222,7 @@ class BudgetReleased:
     released: m.Released
 
 
-@dataclass(frozen=True)
+@record
 class BudgetObserved:
     """Third answer: what the driver counts."""
 
@@ -229,7 +230,7 @@ class BudgetObserved:
     observed: m.Observed
 
 
-@dataclass(frozen=True)
+@record
 class BudgetRefused:
     """The change was refused and nothing has changed, or (:class:`DeadlineMissed`) it is in force but late."""
 
@@ -237,7 +238,7 @@ class BudgetRefused:
     error: FrameshardError
 
 
-@dataclass(frozen=True)
+@record
 class BudgetArrived:
     """Answer to :meth:`Sidecar.budget`; an `error` instead when there was none."""
 
@@ -246,7 +247,7 @@ class BudgetArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class CapsArrived:
     """Answer to :meth:`Sidecar.caps_and_requirements`; an `error` instead when there was none."""
 
@@ -255,7 +256,7 @@ class CapsArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class PlanArrived:
     """Answer to :meth:`Sidecar.plan`, one row for each budget asked; an `error` instead when there was none."""
 
@@ -264,7 +265,7 @@ class PlanArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class TokenCountArrived:
     """Answer to :meth:`Sidecar.count_tokens`; an `error` instead when there was none."""
 
@@ -283,7 +284,7 @@ class EmbeddingsArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class StatsArrived:
     """Answer to :meth:`Sidecar.stats`; an `error` instead when there was none."""
 
@@ -292,7 +293,7 @@ class StatsArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class AdaptersArrived:
     """Answer to :meth:`Sidecar.adapter_load` and :meth:`Sidecar.adapter_unload`: the adapters that are loaded now; an
     `error` instead if nothing has changed."""
@@ -302,7 +303,7 @@ class AdaptersArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class FrameBlockArrived:
     """Answer to :meth:`Sidecar.frame_block`: the mapped frame block; an `error` instead when there was none."""
 
@@ -311,7 +312,7 @@ class FrameBlockArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class PacingArrived:
     """Answer to :meth:`Sidecar.set_pacing`: it is in force, unless there is an `error`."""
 
@@ -319,7 +320,7 @@ class PacingArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class HistoryArrived:
     """Answer to :meth:`Sidecar.history`; an `error` instead if the session had ended before."""
 
@@ -328,7 +329,7 @@ class HistoryArrived:
     error: FrameshardError | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Saved:
     """Answer to :meth:`Sidecar.save`; an `error` instead if the session had ended before."""
 
@@ -337,7 +338,7 @@ class Saved:
     error: FrameshardError | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Loaded:
     """Answer to :meth:`Sidecar.load`; an `error` instead when nothing was loaded."""
 
@@ -346,7 +347,7 @@ class Loaded:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class KvArrived:
     """Answer to :meth:`Sidecar.save_kv` and :meth:`Sidecar.load_kv`; an `error` instead when there was none."""
 
@@ -355,7 +356,7 @@ class KvArrived:
     error: FrameshardError | None
 
 
-@dataclass(frozen=True)
+@record
 class Closed:
     """The last event of all: the sidecar is gone, by an `error` or because :meth:`Sidecar.close` was called."""
 

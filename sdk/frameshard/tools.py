@@ -19,10 +19,10 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Union
 
 from frameshard.errors import BadArgument
+from frameshard.records import record
 from frameshard.wire import messages as m
 
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -33,7 +33,7 @@ _MAX_VALUE_CHARS = 100  # of a value in an error
 Schema = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@record
 class Tool:
     """A function that the model may call.
 

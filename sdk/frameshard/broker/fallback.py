@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from frameshard.errors import BadArgument, FrameshardError
+from frameshard.records import record
 from frameshard.sentences import Marked, Splitter
 from frameshard.text import TextStream
 from frameshard.wire import messages as m
@@ -48,7 +49,7 @@ _OURS = frozenset(
 """Fields of a job that the sidecar itself serves, wherever the answer comes from."""
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """Tells the connections to ask the server."""
 
@@ -59,14 +60,14 @@ class Ask:
     body: bytes
 
 
-@dataclass(frozen=True)
+@record
 class Drop:
     """Tells the connections to close that of an attempt."""
 
     attempt: int
 
 
-@dataclass(frozen=True)
+@record
 class Text:
     """The next part of an answer, not empty."""
 
@@ -85,7 +86,7 @@ class Call(NamedTuple):
     arguments: str
 
 
-@dataclass(frozen=True)
+@record
 class Finished:
     """The answer is complete, and its calls are valid. The numbers of tokens are those that the server reports; 0:
     none."""
@@ -98,7 +99,7 @@ class Finished:
     calls: tuple[Call, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Broken:
     """The server has not given a whole answer.
 

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from frameshard.broker.jobs import Jobs
 from frameshard.broker.leases import Lease
 from frameshard.broker.supervisor import Supervisor
 from frameshard.errors import BadArgument, EngineDied, FrameshardError, Overloaded, unknown_adapter
+from frameshard.records import record
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
 from frameshard.wire import states
@@ -45,7 +45,7 @@ _IN_MAIN_THREAD = (em.LoadAdapter, em.UnloadAdapter, em.SaveKv, em.LoadKv)
 _Answered = Callable[[em.Answer | FrameshardError], None]
 
 
-@dataclass(frozen=True)
+@record
 class _Open:
     """A command that the engine has not answered.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from frameshard.records import record
 
 MOUNT = Path("/sys/fs/cgroup")
 
@@ -15,7 +16,7 @@ _USED = "memory.current", "memory.usage_in_bytes"
 """Files of version 2, then of version 1. Above `memory.high` each allocation waits."""
 
 
-@dataclass(frozen=True)
+@record
 class Group:
     """A control group with a limit.
 

@@ -11,7 +11,8 @@ import os
 import sys
 import uuid
 from ctypes import byref, c_char, c_long, c_size_t, c_uint, c_uint64, c_void_p, c_wchar
-from dataclasses import dataclass
+
+from frameshard.records import record
 
 _FACTORY1 = uuid.UUID("770aae78-f26f-4dba-a829-253c83d1b387").bytes_le  # IID_IDXGIFactory1
 _ADAPTER3 = uuid.UUID("645967a4-1392-4310-a798-8053ce3e93fd").bytes_le  # IID_IDXGIAdapter3
@@ -47,7 +48,7 @@ class _Memory(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
+@record
 class _Adapter:
     """A GPU. It is kept to the end of the process."""
 

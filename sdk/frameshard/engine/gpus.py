@@ -15,10 +15,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from frameshard import ggml, program, system
 from frameshard.errors import FrameshardError
+from frameshard.records import record
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -29,7 +30,7 @@ _WORDS = 4  # lines of the process's output that a reason quotes
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True)
+@record
 class Gpu:
     """A GPU that works, with its free and its total memory in bytes."""
 
@@ -39,7 +40,7 @@ class Gpu:
     total_bytes: int
 
 
-@dataclass(frozen=True)
+@record
 class Choice:
     """The device that was chosen.
 

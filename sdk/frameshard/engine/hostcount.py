@@ -14,7 +14,6 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from frameshard import models
 from frameshard.engine import controlgroup
 from frameshard.models import ModelFile
+from frameshard.records import record
 
 PROC = Path("/proc")
 KIB = 1 << 10
@@ -34,7 +34,7 @@ def counts() -> bool:
     return sys.platform == "linux" and (PROC / "self" / "smaps").exists()
 
 
-@dataclass(frozen=True)
+@record
 class Machine:
     """Host memory of the machine in bytes; of a control group if that has less available.
 
@@ -95,7 +95,7 @@ def process_bytes(pid: int) -> int:
     return 0
 
 
-@dataclass(frozen=True)
+@record
 class Own:
     """This process, without the mappings of the model's files and without emulated VRAM.
 

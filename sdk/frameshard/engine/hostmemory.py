@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from frameshard.engine import hostcount
 from frameshard.engine.embeddings import MAX_BYTES, Embeddings
@@ -25,6 +25,7 @@ from frameshard.engine.kvstore import KvStore
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor, DeadlineMissed, Unsupported, below_host_floor
 from frameshard.native import EMULATED, HostPath
+from frameshard.records import record
 
 logger = logging.getLogger("frameshard.engine")
 
@@ -60,7 +61,7 @@ _REMEMBERED = 3
 as weights already, so one measurement beside reads finds too little."""
 
 
-@dataclass(frozen=True)
+@record
 class Parts:
     """What is held in host memory, in bytes. Each part is counted once.
 

@@ -19,7 +19,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, BinaryIO
 
 import llama_cpp
@@ -36,6 +36,7 @@ from frameshard.engine.runtime import STOCK, Runtime
 from frameshard.engine.sequences import pack_shapes
 from frameshard.errors import BadMessage, internal
 from frameshard.native import INTERFACE_VERSION
+from frameshard.records import record
 from frameshard.wire import checks, codec
 from frameshard.wire import engine as em
 from frameshard.wire import messages as m
@@ -54,7 +55,7 @@ class Unusable(Exception):
     """The file cannot be used. ``str()`` says why."""
 
 
-@dataclass(frozen=True)
+@record
 class UsedAdapter:
     """An adapter with which cells were computed.
 
@@ -65,7 +66,7 @@ class UsedAdapter:
     fingerprint: Annotated[str, checks.text(64)]
 
 
-@dataclass(frozen=True)
+@record
 class _Header:
     """:param engine: what must be equal, so that the cells are those that this engine would compute."""
 
@@ -152,7 +153,7 @@ def write(path: str, engine: Mapping[str, str], blob: Blob, part: BinaryIO) -> i
     return n_bytes + _SHA_BYTES
 
 
-@dataclass(frozen=True)
+@record
 class Content:
     """What is in a file.
 

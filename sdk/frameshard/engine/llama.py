@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
@@ -23,6 +22,7 @@ from frameshard.engine import llamalog
 from frameshard.errors import BadArgument, BadModel, ContextOverflow, FrameshardError, OutOfMemory, Unsupported
 from frameshard.models import ModelFile, locate
 from frameshard.plan.model import Model
+from frameshard.records import record
 from frameshard.wire.engine import EngineConfig
 
 logger = logging.getLogger("frameshard.engine")
@@ -63,7 +63,7 @@ def _embeds(model: Model) -> bool:
     return by_arch or model.metadata.get(f"{model.arch}.attention.causal") is False
 
 
-@dataclass(frozen=True)
+@record
 class Rows:
     """A part of a decode batch.
 

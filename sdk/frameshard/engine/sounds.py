@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from dataclasses import dataclass
 
 from frameshard.errors import BadArgument
+from frameshard.records import record
 
 MAX_WAV_BYTES = 8 << 20
 MAX_MP3_BYTES = 4 << 20
@@ -46,7 +46,7 @@ _LENGTH_TAG = re.compile(rb"(?=(?:Xing|Info)...(.)(....))", re.DOTALL)
 _LENGTH_TAG_AT = [4 + checksum + side for checksum in (0, 2) for side in (9, 17, 32)]  # in a frame
 
 
-@dataclass(frozen=True)
+@record
 class Sound:
     """A WAV or MP3 file that libmtmd can decode in little memory; see :meth:`read`."""
 

@@ -12,12 +12,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from frameshard.engine.chat import ChatTemplate
 from frameshard.engine.forms import Form
 from frameshard.errors import BadArgument, Unsupported
+from frameshard.records import record
 from frameshard.wire import messages as m
 from frameshard.wire.toolchecks import CALL_ID_LENGTH, call_id_of, check_message, schema_of
 
@@ -28,7 +29,7 @@ Message = dict[str, Any]
 """A message, tool or call in the form that chat templates take."""
 
 
-@dataclass(frozen=True)
+@record
 class CallSyntax:
     """The text around the names and arguments of the calls in an answer.
 

@@ -18,7 +18,6 @@ import os
 import secrets
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from frameshard.errors import (
 )
 from frameshard.native import LLAMA_CPP_PYTHON
 from frameshard.plan.tower import read_tower
+from frameshard.records import record
 from frameshard.wire import messages as m
 
 try:
@@ -72,7 +72,7 @@ _FORMATS = ("PNG", "JPEG")
 _CHANNELS = {"rgb": 3, "rgba": 4}
 
 
-@dataclass(frozen=True)
+@record
 class Image:
     """An image: RGB, 8 bits per channel, row by row, without padding.
 

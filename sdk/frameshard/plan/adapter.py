@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from frameshard.errors import BadModel, Unsupported
 from frameshard.plan.header import Header, Tensor, Wrong, read_header, wrong
 from frameshard.plan.model import Model
+from frameshard.records import record
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0")
 _FLOAT32 = 6  # GGUF's number for the type of a key
 _ALIGN = 256  # of tensors in VRAM
 
 
-@dataclass(frozen=True)
+@record
 class AdapterFile:
     """A checked adapter file.
 

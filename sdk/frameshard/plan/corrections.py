@@ -17,13 +17,14 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Literal
 
 from frameshard.plan import kept
 from frameshard.plan.model import Model
 from frameshard.plan.profile import Profile
+from frameshard.records import record
 
 Work = Literal["prompt", "decode"]
 
@@ -35,7 +36,7 @@ _OTHER_PLANS = 0.25  # by how much the logarithm of the CPU's factor changes whe
 _MOST = 32.0  # a ratio beyond it, or below its inverse, comes from a disturbance
 
 
-@dataclass(frozen=True)
+@record
 class Kind:
     """A kind of work.
 
@@ -56,7 +57,7 @@ class Kind:
         return _LEAST_CONTEXT << self.doubled
 
 
-@dataclass(frozen=True)
+@record
 class Seen:
     """What was seen of one kind of work.
 
@@ -68,7 +69,7 @@ class Seen:
     n: int
 
 
-@dataclass(frozen=True)
+@record
 class Corrections:
     """The corrections of one model on one machine.
 

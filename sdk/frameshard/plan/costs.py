@@ -26,6 +26,7 @@ from frameshard.plan.profile import KvType, Profile, heads_of
 from frameshard.plan.routing import Routing
 from frameshard.plan.weights import Experts, Mask, shards_of
 from frameshard.plan.windows import can_take_back
+from frameshard.records import record
 
 Floats = NDArray[np.float64]
 
@@ -68,7 +69,7 @@ _INPUTS = 14e9
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
 
-@dataclass(frozen=True)
+@record
 class Conditions:
     """The conditions of a prediction, besides the model, the machine and the resident set.
 
@@ -200,7 +201,7 @@ def _first(values: Floats, n: float) -> float:
     return float(np.interp(n, np.arange(len(values) + 1), np.concatenate(([0.0], np.cumsum(values)))))
 
 
-@dataclass(frozen=True)
+@record
 class _HostKv:
     """Keys and values in host memory, which are copied to the device.
 

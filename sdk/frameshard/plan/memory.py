@@ -5,8 +5,6 @@ Sizes are bytes. The shard device computes how much VRAM a shape takes (:func:`f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from frameshard import native
 from frameshard.errors import Unsupported
 from frameshard.plan.header import GGML_NUMBERS
@@ -16,6 +14,7 @@ from frameshard.plan.profile import KvType, kv_value_bytes
 from frameshard.plan.steps import Steps, floor_step, most_step, step_sizes
 from frameshard.plan.windows import sliding_cells, step_limit
 from frameshard.plan.workload import Workload
+from frameshard.records import record
 
 _PAGE = 256  # llama.cpp makes the number of KV cells a multiple of this
 _KV_BLOCK = 32  # in both quantised types so many values share a scale
@@ -291,7 +290,7 @@ def mask_bytes(model: Model, n_tokens: int, n_cells: int, n_sliding: int) -> int
     return 2 * n_tokens * (n_cells + more)
 
 
-@dataclass(frozen=True)
+@record
 class Context:
     """Bytes of the KV cache and of recurrent states. The part that fits beside the ring is in VRAM. The rest is in host
     memory and passes through the KV window in every graph.

@@ -33,6 +33,7 @@ from frameshard.plan.routing import Routing
 from frameshard.plan.steps import Steps, next_step
 from frameshard.plan.weights import Mask
 from frameshard.plan.workload import Workload
+from frameshard.records import record
 
 Mode = Literal["planned", "stream_only"]
 
@@ -81,7 +82,7 @@ class GraphSize(NamedTuple):
         return self.n_before + self.n_tokens // self.n_seq
 
 
-@dataclass(frozen=True)
+@record
 class TierPlan:
     """Placements for graphs of at least ``min_tokens`` tokens.
 
@@ -107,7 +108,7 @@ class TierPlan:
     cpu_bytes: int
 
 
-@dataclass(frozen=True)
+@record
 class Plan:
     """The placement of every shard at ``budget_bytes``.
 

@@ -14,7 +14,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from frameshard.errors import BadArgument
 from frameshard.plan import kept
 from frameshard.plan.header import GGML_TYPES, Tensor
 from frameshard.plan.model import Model, Shard
+from frameshard.records import record
 
 SCHEMA_VERSION = 2
 
@@ -63,7 +64,7 @@ class Kind(NamedTuple):
     n_expert: int = 0
 
 
-@dataclass(frozen=True)
+@record
 class Product:
     """The rates of matrix products with one kind of weights.
 
@@ -81,7 +82,7 @@ class Product:
     h2d_beside_cpu: float
 
 
-@dataclass(frozen=True)
+@record
 class Attention:
     """The rates of flash attention on the device.
 
@@ -95,7 +96,7 @@ class Attention:
     flops: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Profile:
     """The rates of a machine: bytes per second, operations per second (``*_flops``) and seconds (``*_s``).
 

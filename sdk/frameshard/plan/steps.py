@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from frameshard.records import record
 
 LEAST_STEP = 32
 """The tokens of a step for which the floor has room whatever the model."""
@@ -28,7 +29,7 @@ _MOST_MASK_BYTES = 512 << 20
 _MASK_SHARE = 16  # of a limit on host memory they take one part in so many at most
 
 
-@dataclass(frozen=True)
+@record
 class Steps:
     """The compute buffers of graphs with one model and context, in VRAM.
 

@@ -11,11 +11,11 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from frameshard.errors import BadModel
 from frameshard.plan.header import MAX_LAYERS, Header, Value, Wrong, read_header, whole, wrong
+from frameshard.records import record
 
 _MAX_SIDE = 1 << 14  # pixels
 _MAX_WIDTH = 1 << 20
@@ -26,7 +26,7 @@ _WINDOW = 112  # pixels; libmtmd's own number, which only youtuvl's files can ch
 _BLOCK = re.compile(r"([va])\.blk\.(\d+)\.(.+)")
 
 
-@dataclass(frozen=True)
+@record
 class Tower:
     """A checked mmproj file. Of one that reads images and sounds, the numbers are those of images. ``side`` and
     ``patch`` are in pixels, and 0 for a tower that only hears. ``side`` is 0 also where the file says so, for images of

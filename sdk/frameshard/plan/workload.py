@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from frameshard.plan.profile import KvType
+from frameshard.records import record
 
 
-@dataclass(frozen=True)
+@record
 class Workload:
     """Several sequences of the same lengths. Lengths are in tokens.
 

@@ -19,6 +19,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from frameshard.errors import BadArgument
+from frameshard.records import record
 from frameshard.wire import codec
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Check:
     take: Callable[[Any, bool], Any]
 
 
-@dataclass(frozen=True)
+@record
 class Default:
     """Part of an annotation: describes a default that depends on the machine.
 
@@ -59,7 +60,7 @@ class Default:
     words: str
 
 
-@dataclass(frozen=True)
+@record
 class Field:
     """One field of a message or record."""
 

@@ -9,18 +9,18 @@ both directions, so :func:`decode` accepts all that :func:`encode` returns.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgpack  # type: ignore[import-untyped]
 
 from frameshard.errors import BadArgument, BadMessage
+from frameshard.records import record
 
 MAX_ID = 2**53 - 1
 """The largest integer of the protocol. A double, the number type of many script languages, holds it exactly."""
 
 
-@dataclass(frozen=True)
+@record
 class Limits:
     """The limits of one frame. Limits of frames, strings and binaries are in bytes, those of arrays and maps in
     elements."""

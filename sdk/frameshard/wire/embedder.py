@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from frameshard.errors import BadMessage
+from frameshard.records import record
 from frameshard.wire import channel, checks, codec
 from frameshard.wire import messages as m
 from frameshard.wire.checks import Count
 
 
-@dataclass(frozen=True)
+@record
 class Encode:
     """Asks for the embedding of a text."""
 
     text: m.EmbedText
 
 
-@dataclass(frozen=True)
+@record
 class Loaded:
     """The sentence encoder is loaded and has encoded a text."""
 
     n_dim: Count
 
 
-@dataclass(frozen=True)
+@record
 class Row:
     """The embedding: little-endian 16-bit floats of length 1, and how many tokens the text has."""
 
@@ -39,7 +39,7 @@ class Row:
     n_tokens: Count
 
 
-@dataclass(frozen=True)
+@record
 class Refused:
     """The file cannot be used, or the text cannot be encoded."""
 

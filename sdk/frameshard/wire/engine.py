@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from frameshard.errors import BadArgument, BadMessage
+from frameshard.records import record
 from frameshard.wire import channel, checks, codec
 from frameshard.wire import messages as m
 from frameshard.wire.checks import Bytes, Count, Id, Seconds, Text, Tokens
@@ -31,7 +31,7 @@ IDLE_PRIORITY = -1
 Priority = Annotated[int, checks.integer(IDLE_PRIORITY, m.MAX_PRIORITY)]
 
 
-@dataclass(frozen=True)
+@record
 class EngineConfig(EngineOptions):
     """The options of the engine: its launch options, and an option that only tools set.
 
@@ -49,7 +49,7 @@ class EngineConfig(EngineOptions):
 # ---- broker to engine -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Submit:
     """Runs a job, or resumes a job of an earlier engine."""
 
@@ -82,7 +82,7 @@ class Submit:
             raise checks.Refused("a chat has messages", "messages")
 
 
-@dataclass(frozen=True)
+@record
 class Cancel:
     """Ends a job early. No event follows if the job has already ended."""
 
@@ -91,7 +91,7 @@ class Cancel:
     """The job will be submitted again: the engine keeps its KV if it can."""
 
 
-@dataclass(frozen=True)
+@record
 class SetPriority:
     """Changes the priority of a job. Nothing happens if the job has already ended."""
 
@@ -99,7 +99,7 @@ class SetPriority:
     priority: Priority
 
 
-@dataclass(frozen=True)
+@record
 class SetBudget:
     """Changes the budget, parks or unparks. The answers are :class:`BudgetGranted`, sometimes :class:`BudgetLate`, then
     :class:`BudgetReleased` and :class:`BudgetObserved`. Until the release :class:`BudgetRefused` may come instead."""
@@ -115,14 +115,14 @@ class SetBudget:
     later one stays in force. None for a host's change."""
 
 
-@dataclass(frozen=True)
+@record
 class OpenFrameBlock:
     """Opens the frame block at this path and paces the engine by it."""
 
     path: Annotated[str, checks.text(4096)]
 
 
-@dataclass(frozen=True)
+@record
 class SetPacing:
     """Sets how the GPU is shared with the host's frames, and the rate of tokens."""
 
@@ -131,7 +131,7 @@ class SetPacing:
     """The limit for all jobs together; 0: no limit."""
 
 
-@dataclass(frozen=True)
+@record
 class LoadAdapter:
     """Loads a LoRA adapter. The answer is :class:`Adapters`."""
 
@@ -140,7 +140,7 @@ class LoadAdapter:
     path: Annotated[str, checks.path(least=1)]
 
 
-@dataclass(frozen=True)
+@record
 class UnloadAdapter:
     """Unloads a LoRA adapter that no job uses. The answer is :class:`Adapters`."""
 
@@ -148,7 +148,7 @@ class UnloadAdapter:
     name: m.AdapterName
 
 
-@dataclass(frozen=True)
+@record
 class MakePlans:
     """Asks for a prediction for each budget. The answer is :class:`Plans`."""
 
@@ -157,7 +157,7 @@ class MakePlans:
     prompt_tokens: Annotated[int, checks.integer(1, 1 << 20)]
 
 
-@dataclass(frozen=True)
+@record
 class SaveKv:
     """Asks to write the KV cache of a conversation to a file. The answer is :class:`Kv`.
 
@@ -170,7 +170,7 @@ class SaveKv:
     part: Text
 
 
-@dataclass(frozen=True)
+@record
 class LoadKv:
     """Asks to read the KV cache of a conversation from a file. The answer is :class:`Kv`."""
 
@@ -179,7 +179,7 @@ class LoadKv:
     path: Text
 
 
-@dataclass(frozen=True)
+@record
 class CountTokens:
     """Asks how many tokens a prompt has. The answer is :class:`TokenCount`."""
 
@@ -189,20 +189,20 @@ class CountTokens:
     tools: Annotated[tuple[m.Tool, ...], m.MAX_TOOLS] = ()
 
 
-@dataclass(frozen=True)
+@record
 class GetStats:
     """Asks for statistics. The answer is :class:`Stats`."""
 
     seq: Count
 
 
-@dataclass(frozen=True)
+@record
 class AskAlive:
     """Asks whether the process runs. The reader thread answers :class:`Alive` at once, also if the main thread is
     stuck."""
 
 
-@dataclass(frozen=True)
+@record
 class Ping:
     """Asks whether the engine makes progress. The answer is :class:`Pong`, from the main thread or while a decode makes
     progress."""
@@ -210,7 +210,7 @@ class Ping:
     seq: Count
 
 
-@dataclass(frozen=True)
+@record
 class Stop:
     """Tells the engine to free the model and to end."""
 
@@ -238,7 +238,7 @@ Command = (
 # ---- engine to broker -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Ready:
     """The model is loaded, and the engine accepts jobs."""
 
@@ -249,7 +249,7 @@ class Ready:
     load_s: Seconds
 
 
-@dataclass(frozen=True)
+@record
 class Loading:
     """How far the model is loaded; see :class:`frameshard.wire.messages.Loading`."""
 
@@ -258,14 +258,14 @@ class Loading:
     total: Count
 
 
-@dataclass(frozen=True)
+@record
 class Fatal:
     """The engine ends with this error."""
 
     error: m.ErrorInfo
 
 
-@dataclass(frozen=True)
+@record
 class Started:
     """The job has a sequence and runs."""
 
@@ -280,7 +280,7 @@ class Started:
     """How many tokens :attr:`Submit.given` has."""
 
 
-@dataclass(frozen=True)
+@record
 class Progress:
     """The progress of a job with images or a long prompt; see :class:`frameshard.wire.messages.Progress`."""
 
@@ -290,7 +290,7 @@ class Progress:
     total: Count
 
 
-@dataclass(frozen=True)
+@record
 class Token:
     """One more token of an answer."""
 
@@ -314,7 +314,7 @@ class Token:
             raise checks.Refused("sentences end inside the text, one behind the other", "ends")
 
 
-@dataclass(frozen=True)
+@record
 class Done:
     """The answer is complete."""
 
@@ -328,7 +328,7 @@ class Done:
     """How many tokens still fit into the context."""
 
 
-@dataclass(frozen=True)
+@record
 class Failed:
     """The job has ended with an error."""
 
@@ -336,14 +336,14 @@ class Failed:
     error: m.ErrorInfo
 
 
-@dataclass(frozen=True)
+@record
 class Cancelled:
     """The job has ended because of a :class:`Cancel`."""
 
     job: Id
 
 
-@dataclass(frozen=True)
+@record
 class BudgetGranted:
     """The first answer to :class:`SetBudget`, a prediction: the budget that is reached by the deadline, and the seconds
     until the whole change is complete."""
@@ -353,7 +353,7 @@ class BudgetGranted:
     seconds: Seconds
 
 
-@dataclass(frozen=True)
+@record
 class BudgetLate:
     """Comes after half of the time if the deadline will be missed. The fields are as in :class:`BudgetGranted`."""
 
@@ -362,7 +362,7 @@ class BudgetLate:
     seconds: Seconds
 
 
-@dataclass(frozen=True)
+@record
 class BudgetReleased:
     """The second answer to :class:`SetBudget`: the budget in force, and the bytes that the ledger counts. With ``seq``
     0 it reports a budget that the host has written into the frame block, the ``generation`` of that one."""
@@ -376,7 +376,7 @@ class BudgetReleased:
     generation: Count = 0
 
 
-@dataclass(frozen=True)
+@record
 class BudgetObserved:
     """The third answer to :class:`SetBudget`: the bytes that the driver counts, and the host memory that the system
     counts; None if there is no count."""
@@ -387,7 +387,7 @@ class BudgetObserved:
     host_observed_bytes: Bytes | None = None
 
 
-@dataclass(frozen=True)
+@record
 class BudgetRefused:
     """The last answer to :class:`SetBudget` if the change fails: the error."""
 
@@ -395,7 +395,7 @@ class BudgetRefused:
     error: m.ErrorInfo
 
 
-@dataclass(frozen=True)
+@record
 class Stats:
     """The engine's statistics, for the protocol's ``stats`` answer."""
 
@@ -403,7 +403,7 @@ class Stats:
     stats: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@record
 class Plans:
     """The answer to :class:`MakePlans`: one row for each budget, or the error."""
 
@@ -412,7 +412,7 @@ class Plans:
     error: m.ErrorInfo | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Adapters:
     """The answer to :class:`LoadAdapter` and :class:`UnloadAdapter`: the adapters that are loaded now and the floor
     with them, or the error."""
@@ -423,7 +423,7 @@ class Adapters:
     error: m.ErrorInfo | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Kv:
     """The answer to :class:`SaveKv` and :class:`LoadKv`.
 
@@ -436,7 +436,7 @@ class Kv:
     detail: Annotated[str, checks.text(m.MAX_KV_DETAIL)] = ""
 
 
-@dataclass(frozen=True)
+@record
 class TokenCount:
     """The answer to :class:`CountTokens`: the tokens of the prompt and how many still fit into the context behind it,
     or the error."""
@@ -447,7 +447,7 @@ class TokenCount:
     error: m.ErrorInfo | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Watch:
     """The state of the device's memory and of host memory. Bytes that neither driver nor system give are None."""
 
@@ -467,7 +467,7 @@ class Watch:
     host_free_bytes: Bytes | None = None
 
 
-@dataclass(frozen=True)
+@record
 class HostPressure:
     """The engine has set a limit of its own for host memory, because the machine is short of it; 0: the limit ends."""
 
@@ -475,12 +475,12 @@ class HostPressure:
     why: Annotated[str, checks.text(m.MAX_NOTICE_DETAIL)]
 
 
-@dataclass(frozen=True)
+@record
 class Alive:
     """The answer to :class:`AskAlive`."""
 
 
-@dataclass(frozen=True)
+@record
 class Pong:
     """The answer to :class:`Ping`."""
 

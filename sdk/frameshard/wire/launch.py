@@ -17,11 +17,12 @@ import re
 import sys
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from frameshard import program
 from frameshard.errors import BadArgument, FrameshardError, from_wire
+from frameshard.records import record
 from frameshard.wire import checks, messages
 from frameshard.wire.checks import Bytes, Count, Id, Name
 
@@ -132,7 +133,7 @@ def adapter_of(named: str) -> tuple[str, str]:
     return name, path
 
 
-@dataclass(frozen=True)
+@record
 class EngineOptions:
     """The launch options that are passed on to the engine (:class:`frameshard.wire.engine.EngineConfig`)."""
 
@@ -215,7 +216,7 @@ class EngineOptions:
             raise BadArgument("adapters: two of them have the same name", field="adapters")
 
 
-@dataclass(frozen=True)
+@record
 class ServeConfig(EngineOptions):
     """The launch options of a sidecar.
 
@@ -336,7 +337,7 @@ class ServeConfig(EngineOptions):
             raise BadArgument("engine: must be a command", field="engine")
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class ConnectInfo:
     """What a client needs to connect. The keys are CURVE keys as Z85 text. They are secret, and new for each launch."""
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from frameshard.errors import BadArgument, BadMessage, FrameshardError, VersionMismatch, from_wire
+from frameshard.records import record
 from frameshard.wire import checks, codec
 from frameshard.wire.checks import Bytes, Count, Id, Name, Seconds, Text, Tokens
 
@@ -93,7 +93,7 @@ MAX_IMAGE_BYTES = 64 << 20
 """Of one image, wherever it is read from."""
 
 
-@dataclass(frozen=True)
+@record
 class Tool:
     """A function of the program that the model may call."""
 
@@ -106,7 +106,7 @@ class Tool:
     schema: Annotated[Text, "JSON schema of the arguments, which are an object; empty: the tool has no arguments."] = ""
 
 
-@dataclass(frozen=True)
+@record
 class ToolCall:
     """A call of a tool, in an answer of the model."""
 
@@ -115,7 +115,7 @@ class ToolCall:
     arguments: Annotated[Text, "The arguments as JSON: an object that matches the tool's schema."]
 
 
-@dataclass(frozen=True)
+@record
 class ChatMessage:
     """One turn of a conversation."""
 
@@ -133,7 +133,7 @@ class ChatMessage:
     ] = ""
 
 
-@dataclass(frozen=True)
+@record
 class Image:
     """An image or a sound. Its bytes are `data`, or the first `size` bytes of the shared memory at `path`."""
 
@@ -156,7 +156,7 @@ class Image:
     ] = 0
 
 
-@dataclass(frozen=True)
+@record
 class Adapter:
     """A LoRA adapter of a job."""
 
@@ -166,7 +166,7 @@ class Adapter:
     ] = 1.0
 
 
-@dataclass(frozen=True)
+@record
 class AdapterInfo:
     """A LoRA adapter that is loaded."""
 
@@ -174,7 +174,7 @@ class AdapterInfo:
     size_bytes: Annotated[Bytes, "Size of its weights. They are in VRAM at every budget."]
 
 
-@dataclass(frozen=True)
+@record
 class LogitBias:
     """Makes a token, or each token of a text, more or less likely. Exactly one of `token` and `text` is set."""
 
@@ -192,7 +192,7 @@ class LogitBias:
     ] = ""
 
 
-@dataclass(frozen=True)
+@record
 class Sampling:
     """How tokens are chosen.
 
@@ -295,7 +295,7 @@ class Sampling:
 DEFAULT_SAMPLING = Sampling()
 
 
-@dataclass(frozen=True)
+@record
 class ErrorInfo:
     """An error as the protocol sends it; :func:`frameshard.errors.from_wire` turns it into an exception."""
 
@@ -321,7 +321,7 @@ class ErrorInfo:
         return from_wire(dataclasses.asdict(self))
 
 
-@dataclass(frozen=True)
+@record
 class ModelInfo:
     """The model that is loaded."""
 
@@ -362,7 +362,7 @@ class ModelInfo:
     hears: Annotated[bool, "True if jobs may have sounds, in the place of images: the vision tower reads them."] = False
 
 
-@dataclass(frozen=True)
+@record
 class ServerLimits:
     """What this sidecar accepts."""
 
@@ -373,7 +373,7 @@ class ServerLimits:
     silent_s: Annotated[Seconds, "A client that stays disconnected for this long loses its jobs."]
 
 
-@dataclass(frozen=True)
+@record
 class PlanRow:
     """Predictions at one VRAM budget. The sizes hold while tokens are generated."""
 
@@ -393,7 +393,7 @@ class PlanRow:
 # ---- client to broker -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Hello:
     """First message of a connection."""
 
@@ -406,7 +406,7 @@ class Hello:
     features: Annotated[Features, "Names of the additions to the protocol that the client knows."] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Submit:
     """Asks for a job."""
 
@@ -492,7 +492,7 @@ class Submit:
             raise checks.Refused("each logit_bias has either a token or a text", "sampling")
 
 
-@dataclass(frozen=True)
+@record
 class Cancel:
     """Ends a job early. The job's last event says how it ended."""
 
@@ -501,7 +501,7 @@ class Cancel:
     job: Job
 
 
-@dataclass(frozen=True)
+@record
 class PrioritySet:
     """Changes the priority of a job, whether it waits or runs."""
 
@@ -511,7 +511,7 @@ class PrioritySet:
     priority: Annotated[Priority, "0: background, 1: normal, 2: urgent."]
 
 
-@dataclass(frozen=True)
+@record
 class Credit:
     """The client has taken all events of a job before `next`."""
 
@@ -521,7 +521,7 @@ class Credit:
     resend: Annotated[bool, "True to have the events from `next` on sent again."] = False
 
 
-@dataclass(frozen=True)
+@record
 class BudgetSet:
     """The host proposes a lease."""
 
@@ -555,7 +555,7 @@ class BudgetSet:
     ] = None
 
 
-@dataclass(frozen=True)
+@record
 class AdapterLoad:
     """Loads a LoRA adapter. If the same file is loaded under this name already, nothing changes."""
 
@@ -565,7 +565,7 @@ class AdapterLoad:
     path: Annotated[str, checks.path(least=1), "Path of the adapter's GGUF file."]
 
 
-@dataclass(frozen=True)
+@record
 class AdapterUnload:
     """Unloads a LoRA adapter. It is refused while a job that has not ended uses the adapter. If no adapter of this name
     is loaded, nothing changes."""
@@ -575,7 +575,7 @@ class AdapterUnload:
     name: AdapterName
 
 
-@dataclass(frozen=True)
+@record
 class FrameBlockGet:
     """Asks where the frame block is."""
 
@@ -583,7 +583,7 @@ class FrameBlockGet:
     epoch: Epoch
 
 
-@dataclass(frozen=True)
+@record
 class Pacing:
     """How the sidecar shares the GPU with the host's frames."""
 
@@ -602,7 +602,7 @@ class Pacing:
     ] = 0.0
 
 
-@dataclass(frozen=True)
+@record
 class BudgetGet:
     """Asks for the budget in force and its bounds."""
 
@@ -610,7 +610,7 @@ class BudgetGet:
     epoch: Epoch
 
 
-@dataclass(frozen=True)
+@record
 class CapsGet:
     """Asks what the device has and what the model needs."""
 
@@ -618,7 +618,7 @@ class CapsGet:
     epoch: Epoch
 
 
-@dataclass(frozen=True)
+@record
 class PlanGet:
     """Asks for predictions at some VRAM budgets. Changes nothing."""
 
@@ -630,7 +630,7 @@ class PlanGet:
     ] = 512
 
 
-@dataclass(frozen=True)
+@record
 class KvSave:
     """Asks the sidecar to write the KV cache of a conversation to a file, so that `kv_load` need not compute it again.
     Only this user can read the file. It replaces an earlier one when it is whole."""
@@ -641,7 +641,7 @@ class KvSave:
     path: Annotated[FilePath, "Absolute path of the file. An existing file is replaced, a link is not followed."]
 
 
-@dataclass(frozen=True)
+@record
 class KvLoad:
     """Asks the sidecar to read the KV cache of a conversation from a file of `kv_save`."""
 
@@ -651,7 +651,7 @@ class KvLoad:
     path: Annotated[FilePath, "Absolute path of the file. A link is not followed."]
 
 
-@dataclass(frozen=True)
+@record
 class CountTokens:
     """Asks how many tokens a prompt has, without a job. It has either `messages` or a `prompt`."""
 
@@ -672,7 +672,7 @@ class CountTokens:
             raise checks.Refused("only a chat has tools", "tools")
 
 
-@dataclass(frozen=True)
+@record
 class Embed:
     """Asks the sentence encoder for the embeddings of texts. Texts of similar meaning have embeddings with a large dot
     product. The requests of several clients take turns after each text."""
@@ -690,7 +690,7 @@ class Embed:
             raise checks.Refused("at least one text is embedded", "texts")
 
 
-@dataclass(frozen=True)
+@record
 class ModelInfoGet:
     """Asks for a description of the loaded model."""
 
@@ -698,7 +698,7 @@ class ModelInfoGet:
     epoch: Epoch
 
 
-@dataclass(frozen=True)
+@record
 class StatsGet:
     """Asks for the current figures of the sidecar."""
 
@@ -706,7 +706,7 @@ class StatsGet:
     epoch: Epoch
 
 
-@dataclass(frozen=True)
+@record
 class Ping:
     """Shows that the client is alive."""
 
@@ -714,7 +714,7 @@ class Ping:
     epoch: Epoch
 
 
-@dataclass(frozen=True)
+@record
 class Bye:
     """The client leaves: its jobs are cancelled and the session ends."""
 
@@ -722,7 +722,7 @@ class Bye:
     epoch: Epoch
 
 
-@dataclass(frozen=True)
+@record
 class Shutdown:
     """Ends the sidecar, for all its clients."""
 
@@ -733,7 +733,7 @@ class Shutdown:
 # ---- broker to client: answers, with the request's id ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Welcome:
     """Answer to hello."""
 
@@ -749,7 +749,7 @@ class Welcome:
     features: Annotated[Features, "Names of the additions to the protocol that the sidecar has."] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Model:
     """Answer to model_info."""
 
@@ -758,7 +758,7 @@ class Model:
     model: Annotated[ModelInfo, "The model that is loaded."]
 
 
-@dataclass(frozen=True)
+@record
 class Ok:
     """The request was accepted. After submit: the job is queued."""
 
@@ -766,7 +766,7 @@ class Ok:
     epoch: Epoch
 
 
-@dataclass(frozen=True)
+@record
 class Error:
     """The request was refused and has changed nothing, except where `budget_set` says otherwise."""
 
@@ -775,7 +775,7 @@ class Error:
     error: Annotated[ErrorInfo, "Why the request was refused."]
 
 
-@dataclass(frozen=True)
+@record
 class Lease:
     """First answer to budget_set, at once."""
 
@@ -790,7 +790,7 @@ class Lease:
     host_budget_bytes: Annotated[Bytes, "Host budget that will be reached by the deadline; 0: no limit."] = 0
 
 
-@dataclass(frozen=True)
+@record
 class Released:
     """Second answer to budget_set: the change is in force."""
 
@@ -805,7 +805,7 @@ class Released:
     host_used_bytes: Annotated[Bytes, "Host memory that the sidecar uses, by its own count."] = 0
 
 
-@dataclass(frozen=True)
+@record
 class Observed:
     """Third answer to budget_set."""
 
@@ -821,7 +821,7 @@ class Observed:
     ] = None
 
 
-@dataclass(frozen=True)
+@record
 class Budget:
     """Answer to budget_get."""
 
@@ -843,7 +843,7 @@ class Budget:
     host_used_bytes: Annotated[Bytes, "Host memory that the sidecar uses, by its own count; 0: not known."] = 0
 
 
-@dataclass(frozen=True)
+@record
 class Caps:
     """Answer to caps_and_requirements."""
 
@@ -868,7 +868,7 @@ class Caps:
     host_floor_bytes: Annotated[Bytes, "The smallest host budget that the sidecar can run in; 0: not known."] = 0
 
 
-@dataclass(frozen=True)
+@record
 class PlanAnswer:
     """Answer to plan."""
 
@@ -877,7 +877,7 @@ class PlanAnswer:
     rows: Annotated[tuple[PlanRow, ...], 32, "One row for each budget, in the order of the request."]
 
 
-@dataclass(frozen=True)
+@record
 class Adapters:
     """Answer to adapter_load and adapter_unload: the change is in force."""
 
@@ -887,7 +887,7 @@ class Adapters:
     floor_bytes: Annotated[Bytes, "The smallest VRAM budget that the model can run in with these adapters."]
 
 
-@dataclass(frozen=True)
+@record
 class Kv:
     """Answer to kv_save and kv_load."""
 
@@ -901,7 +901,7 @@ class Kv:
     detail: Annotated[str, checks.text(MAX_KV_DETAIL), "Why `n_tokens` is 0; else empty."]
 
 
-@dataclass(frozen=True)
+@record
 class TokenCount:
     """Answer to count_tokens."""
 
@@ -911,7 +911,7 @@ class TokenCount:
     n_left: Annotated[Tokens, "Number of tokens that still fit into the context behind the prompt."]
 
 
-@dataclass(frozen=True)
+@record
 class Embeddings:
     """Answer to embed."""
 
@@ -931,7 +931,7 @@ class Embeddings:
     ] = 0
 
 
-@dataclass(frozen=True)
+@record
 class FrameBlock:
     """Answer to frame_block."""
 
@@ -944,7 +944,7 @@ class FrameBlock:
     ]
 
 
-@dataclass(frozen=True)
+@record
 class BrokerStats:
     """The broker's own figures. They count the jobs of all clients."""
 
@@ -959,7 +959,7 @@ class BrokerStats:
     jobs_remote: Annotated[Count, "Number of jobs that are at the server of the launch option `fallback`."] = 0
 
 
-@dataclass(frozen=True)
+@record
 class Stats:
     """Answer to stats."""
 
@@ -973,7 +973,7 @@ class Stats:
     ]
 
 
-@dataclass(frozen=True)
+@record
 class Pong:
     """Answer to ping."""
 
@@ -987,7 +987,7 @@ class Pong:
 # ---- broker to client: events of a job, numbered from 0 without gaps ------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Started:
     """The job has started to run."""
 
@@ -1000,7 +1000,7 @@ class Started:
     remote: Annotated[bool, "True if the server of the launch option `fallback` answers, not the engine."] = False
 
 
-@dataclass(frozen=True)
+@record
 class Progress:
     """How far a job with images or a long prompt has come, before its first token."""
 
@@ -1015,7 +1015,7 @@ class Progress:
     ]
 
 
-@dataclass(frozen=True)
+@record
 class Delta:
     """The next part of the answer."""
 
@@ -1039,7 +1039,7 @@ class Delta:
     ] = False
 
 
-@dataclass(frozen=True)
+@record
 class Thought:
     """The next part of what the model thinks before it answers. Only for jobs whose `thinking` is `shown`."""
 
@@ -1057,7 +1057,7 @@ class Thought:
     ]
 
 
-@dataclass(frozen=True)
+@record
 class ToolCalled:
     """The model calls a tool. The event comes when the call is whole."""
 
@@ -1070,7 +1070,7 @@ class ToolCalled:
     arguments: Annotated[Text, "The arguments as JSON: an object that matches the tool's schema."]
 
 
-@dataclass(frozen=True)
+@record
 class Paused:
     """A job of higher priority has taken this job's sequence, or the fallback server has broken off its answer. The job
     continues on its own: `resumed` follows."""
@@ -1081,7 +1081,7 @@ class Paused:
     timeline: Timeline
 
 
-@dataclass(frozen=True)
+@record
 class Resumed:
     """The job continues after `paused`."""
 
@@ -1091,7 +1091,7 @@ class Resumed:
     timeline: Timeline
 
 
-@dataclass(frozen=True)
+@record
 class Done:
     """Last event: the answer is complete."""
 
@@ -1118,7 +1118,7 @@ class Done:
     ] = False
 
 
-@dataclass(frozen=True)
+@record
 class Failed:
     """Last event: the job ended with an error. The text that was sent before stays valid."""
 
@@ -1131,7 +1131,7 @@ class Failed:
     ]
 
 
-@dataclass(frozen=True)
+@record
 class Cancelled:
     """Last event: the job was cancelled."""
 
@@ -1141,7 +1141,7 @@ class Cancelled:
     timeline: Timeline
 
 
-@dataclass(frozen=True)
+@record
 class UnknownEvent:
     """A job's event of a kind that this version does not know. It is counted and credited like any other."""
 
@@ -1153,7 +1153,7 @@ class UnknownEvent:
 # ---- broker to client: to every session -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@record
 class Engine:
     """The engine process changed its state. After a restart, jobs continue on their own."""
 
@@ -1163,7 +1163,7 @@ class Engine:
     error: Annotated[ErrorInfo | None, "Why the engine is off."] = None
 
 
-@dataclass(frozen=True)
+@record
 class Notice:
     """News about memory, the lease and the HTTP server, for sessions that asked for it. The client need not react."""
 
@@ -1189,7 +1189,7 @@ class Notice:
     ] = 0
 
 
-@dataclass(frozen=True)
+@record
 class Loading:
     """How far the engine has loaded the model, at the launch and after each later start of an engine. Sessions get it
     that asked for notices; before the first one, the process that launched the sidecar gets it as a line, if it set

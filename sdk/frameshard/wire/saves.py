@@ -9,10 +9,11 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any, NamedTuple
 
 from frameshard.errors import BadMessage, BadSave
+from frameshard.records import record
 from frameshard.wire import checks, codec
 from frameshard.wire import messages as m
 from frameshard.wire.checks import Count, Text
@@ -67,7 +68,7 @@ _MAX_TEXT_BYTES = codec.CLIENT.frame - 2 * codec.CLIENT.string
 _RECORD_BYTES = 64  # of a frame, for names and lengths around the texts of an exchange, a step or a call
 
 
-@dataclass(frozen=True)
+@record
 class Step:
     """A message between a question and its answer. Fields are written in this order."""
 
@@ -80,7 +81,7 @@ class Step:
     ]
 
 
-@dataclass(frozen=True)
+@record
 class Save:
     """The content of a save. Fields are written in this order."""
 
