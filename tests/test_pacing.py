@@ -24,10 +24,10 @@ async def applied(block: FrameBlock, generation: int) -> None:
 
 
 @in_trio
-async def test_a_budget_in_the_page(model_path: Path) -> None:
+async def test_a_budget_in_the_page(shallow_model: Path) -> None:
     """It is applied during an answer and between answers. The broker learns of it. Below the floor it is refused."""
     async with frameshard.launch(
-        model_path, device="emulated", vram_budget_mb=160, n_ctx=512, n_parallel=1, mode="stream_only"
+        shallow_model, device="emulated", vram_budget_mb=160, n_ctx=512, n_parallel=1, mode="stream_only"
     ) as client:
         undisturbed = (await client.complete("Once upon a time", sampling=GREEDY).completed()).text
         bounds = await client.budget()
@@ -62,10 +62,12 @@ async def test_a_budget_in_the_page(model_path: Path) -> None:
 
 
 @in_trio
-async def test_a_budget_in_the_page_replaces_the_sidecars_own_limit(model_path: Path) -> None:
+async def test_a_budget_in_the_page_replaces_the_sidecars_own_limit(shallow_model: Path) -> None:
     """Without jobs the sidecar has shrunk. A budget in the page stays in force when a job comes, also if it is as large
     as the sidecar's own limit, and if the job comes at once."""
-    async with frameshard.launch(model_path, device="emulated", vram_budget_mb=160, n_ctx=512, n_parallel=1) as client:
+    async with frameshard.launch(
+        shallow_model, device="emulated", vram_budget_mb=160, n_ctx=512, n_parallel=1
+    ) as client:
         notices = client.notices()
         keep_mb = ((await client.budget()).floor_bytes >> 20) + 8
         block = await client.frame_block()
@@ -93,18 +95,18 @@ async def test_a_budget_in_the_page_replaces_the_sidecars_own_limit(model_path: 
 
 
 @in_trio
-async def test_a_budget_in_the_page_is_granted_by_a_sidecar_without_vram(model_path: Path) -> None:
-    async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1) as client:
+async def test_a_budget_in_the_page_is_granted_by_a_sidecar_without_vram(shallow_model: Path) -> None:
+    async with frameshard.launch(shallow_model, device="cpu", n_ctx=512, n_parallel=1) as client:
         block = await client.frame_block()
         await applied(block, block.set_budget(64 * MIB))
         assert (block.answer.budget_bytes, block.answer.used_bytes) == (0, 0)
 
 
 @in_trio
-async def test_answers_go_on_beside_frames(model_path: Path) -> None:
+async def test_answers_go_on_beside_frames(shallow_model: Path) -> None:
     """Each mode is tested with frames that leave GPU time and frames that leave none. Idle frames are used fully."""
     options = {"device": "emulated", "mode": "stream_only", "n_ctx": 512, "n_parallel": 1}
-    async with frameshard.launch(model_path, **options) as client:
+    async with frameshard.launch(shallow_model, **options) as client:
         block = await client.frame_block(target_frame_ms=16.0)
         texts = set()
 
@@ -138,8 +140,8 @@ async def test_answers_go_on_beside_frames(model_path: Path) -> None:
 
 
 @in_trio
-async def test_tokens_come_no_faster_than_the_target(model_path: Path) -> None:
-    async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1) as client:
+async def test_tokens_come_no_faster_than_the_target(shallow_model: Path) -> None:
+    async with frameshard.launch(shallow_model, device="cpu", n_ctx=512, n_parallel=1) as client:
         await client.set_pacing(target_tokens_per_second=20)
         sampling = frameshard.Sampling(max_tokens=11, temperature=0.0)
         result = await client.complete("Once upon a time", sampling=sampling).completed()
@@ -159,9 +161,9 @@ async def test_a_target_out_of_range_is_refused_and_harms_nobody() -> None:
 
 
 @in_trio
-async def test_what_was_due_at_the_old_target_is_forgotten(model_path: Path) -> None:
+async def test_what_was_due_at_the_old_target_is_forgotten(shallow_model: Path) -> None:
     """At 0.1 tokens per second the engine waits ten seconds. A new target ends this wait."""
-    async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_parallel=1) as client:
+    async with frameshard.launch(shallow_model, device="cpu", n_ctx=512, n_parallel=1) as client:
         sampling = frameshard.Sampling(max_tokens=200, temperature=0.0)
         await client.set_pacing(target_tokens_per_second=10)  # so that the answer does not end meanwhile
         async with client.complete("Once upon a time", sampling=sampling) as stream:
