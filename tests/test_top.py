@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -62,10 +63,12 @@ async def test_one_screen_and_its_figures(shallow_model: Path) -> None:
             "processes",
         ):
             assert word in screen.stdout.decode()
+        view.model = dataclasses.replace(view.model, name="tale [q4] [/b]")  # square brackets are no markup
         for height, explained in ((24, False), (60, True)):
             console = Console(width=80, height=height, file=io.StringIO())
             lines = console.render_lines(top.fitting(view, console))[:height]
             shown = "\n".join("".join(part.text for part in line) for line in lines)
+            assert "tale [q4] [/b] on emulated" in shown
             for word in ("budget", "host", "held", "tokens", "jobs", "frames", "engine", "attention"):
                 assert f"│ {word} " in shown
             assert ("the floor is" in shown) == ("■ weights" in shown) == ("█ resident" in shown) == explained

@@ -176,12 +176,13 @@ def page(view: View, *, legends: bool = True) -> RenderableType:
     """
     from rich.console import Group
     from rich.panel import Panel
+    from rich.text import Text
 
-    title = f"{view.model.name} on {view.model.device}"
+    title = Text.assemble(("frameshard top", "bold"), f"  {view.model.name} on {view.model.device}")  # no markup
     leases = Group(lease(view, legends), host(view, legends))
     panels = [("lease", leases, "magenta"), ("work", work(view), "yellow"), ("shards", shards(view, legends), "green")]
     rooms = (Panel(body, title=name, title_align="left", border_style=style) for name, body, style in panels)
-    return Group(f"[bold]frameshard top[/]  {title}", *rooms)
+    return Group(title, *rooms)
 
 
 def lease(view: View, legends: bool) -> RenderableType:
