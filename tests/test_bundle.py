@@ -247,10 +247,11 @@ def installed_with(modules: Path, place: Path) -> None:
 
 @fake_modules.needs_compiler
 def test_a_gpu_module_is_carried_with_what_it_is_linked_to(tmp_path: Path) -> None:
-    toolkit, modules = tmp_path / "libtoolkit.so.1", tmp_path / "modules"
+    toolkit, modules = tmp_path / "a toolkit" / "libtoolkit.so.1", tmp_path / "modules"
+    toolkit.parent.mkdir()
     modules.mkdir()
     subprocess.run(["cc", "-shared", "-o", toolkit, "-Wl,-soname,libtoolkit.so.1", "-x", "c", "/dev/null"], check=True)
-    libraries = ("-Wl,--no-as-needed", str(toolkit), f"-Wl,-rpath,{tmp_path}")
+    libraries = ("-Wl,--no-as-needed", str(toolkit), f"-Wl,-rpath,{toolkit.parent}")
     fake_modules.compile_module(modules, "vulkan", libraries=libraries)
     (modules / "ggml-vulkan.json").write_text('{"driver": "a driver for tests"}')
     installed_with(modules, tmp_path / "site")

@@ -130,7 +130,7 @@ def _linked_with(binaries: list[str]) -> list[tuple[str, str]]:
         told = subprocess.run(["ldd", *binaries], capture_output=True, text=True).stdout
     except FileNotFoundError:
         raise Unsupported("this system has no ldd, which tells what libraries a bundle needs") from None
-    return re.findall(r"^\s*(\S+) => (/\S+)", told, flags=re.MULTILINE)
+    return re.findall(r"^\s*(\S+) => (/.+?)(?: \(0x[0-9a-f]+\))?$", told, flags=re.MULTILINE)
 
 
 def _is_elf(path: Path) -> bool:
