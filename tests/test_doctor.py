@@ -49,15 +49,19 @@ def test_a_source_tree_that_was_never_installed(tmp_path: Path) -> None:
             if not entry.name.startswith("frameshard"):
                 (tmp_path / entry.name).symlink_to(entry)
     (tmp_path / "frameshard").symlink_to(Path(frameshard.__file__).parent)
-    result = subprocess.run(
-        [sys.executable, "-S", "-m", "frameshard", "doctor", "--json"],  # -S: no other place has packages
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    result, version = (
+        subprocess.run(
+            [sys.executable, "-S", "-m", "frameshard", *args],  # -S: no other place has packages
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        for args in (["doctor", "--json"], ["--version"])
     )
     assert (result.returncode, result.stderr) == (0, "")
+    assert version.stdout == f"frameshard not installed\nllama-cpp-python {native.LLAMA_CPP_PYTHON}\n"
     found = document_of(result)
     assert found["versions"]["frameshard"] == "not installed, run from its source"
     assert found["versions"]["llama-cpp-python"] == native.LLAMA_CPP_PYTHON
@@ -83,6 +87,15 @@ def test_the_page_is_narrow_and_names_nobody() -> None:
 )
 def test_only_the_home_directory_is_made_anonymous(home: str, cache: str, shown: str) -> None:
     assert document_of(doctor("--json", HOME=home, XDG_CACHE_HOME=cache))["files"]["cache"] == shown
+
+
+def test_a_cache_that_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
+    cache = tmp_path / ("a" * 300)  # no file system has such a name; modes do not stop tests that run as root
+    result = doctor("--json", XDG_CACHE_HOME=str(cache))
+    found = document_of(result)
+    assert result.returncode == 0, result.stderr
+    assert found["files"]["cache"].startswith(str(cache))
+    assert found["versions"]["llama-cpp-python"] == native.LLAMA_CPP_PYTHON
 
 
 def test_a_driver_that_writes_no_text(tmp_path: Path) -> None:

@@ -111,8 +111,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 def versions() -> str:
     from importlib import metadata  # takes as long as all else that is imported here
 
-    names = ("frameshard", "llama-cpp-python")
-    return "\n".join(f"{name} {metadata.version(name)}" for name in names)
+    found = dict.fromkeys(("frameshard", "llama-cpp-python"), "not installed")  # as in a source tree
+    for name in found:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return "\n".join(f"{name} {version}" for name, version in found.items())
 
 
 def _print_any_text() -> None:

@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -45,7 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     devices, problems = _devices()
-    sections = {"versions": _versions(), "machine": _machine(), "files": _files(), "devices": devices}
+    files, unread = _files()
+    problems += unread
+    sections = {"versions": _versions(), "machine": _machine(), "files": files, "devices": devices}
     works = "native library" in devices
     if args.json:
         common.emit_json({"works": works, "problems": problems, **sections})
@@ -103,17 +105,24 @@ def _limits() -> Iterator[tuple[str, str]]:
         yield f"limit of {name}", "none" if soft == resource.RLIM_INFINITY else f"{soft}{unit}"
 
 
-def _files() -> Facts:
+def _files() -> tuple[Facts, list[str]]:
+    """What frameshard keeps, and the problems. What cannot be read is left out."""
     from frameshard import models
     from frameshard.broker import endpoint
 
-    cache = models.cache_dir()
-    return {
-        "cache": _anonymous(str(cache)),
-        "models": str(len(models.fetched())),
-        "machine profiles": str(len(list((cache / "profiles").glob("*.json")))),
-        "running sidecars": str(len(endpoint.running())),
+    facts, problems = {}, []
+    questions: dict[str, Callable[[], object]] = {
+        "cache": models.cache_dir,
+        "models": lambda: len(models.fetched()),
+        "machine profiles": lambda: len(list((models.cache_dir() / "profiles").glob("*.json"))),
+        "running sidecars": lambda: len(endpoint.running()),
     }
+    for name, ask in questions.items():
+        try:
+            facts[name] = _anonymous(str(ask()))
+        except (FrameshardError, OSError) as error:
+            problems.append(_anonymous(f"{name}: {error}"))
+    return facts, problems
 
 
 def _devices() -> tuple[Facts, list[str]]:
