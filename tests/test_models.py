@@ -451,6 +451,7 @@ def test_a_split_model_is_fetched_whole(hub: Hub) -> None:
     path = models.resolve("hf:some/model/big-00001-of-00003.gguf")
     assert path.name == "big-00001-of-00003.gguf"
     assert [part.name for part in models.fetched()] == [f"big-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    assert models.resolve("hf:some/model/odd-00001-of-00000.gguf").is_file()
 
 
 @pytest.mark.parametrize("name", ["hf:a", "hf:a/b", "hf:../../etc/x.gguf", "hf:a/b/../c.gguf", "hf:a/b/c d.gguf"])
@@ -470,6 +471,8 @@ def test_paths(tmp_path: Path) -> None:
         models.resolve(tmp_path)
     with pytest.raises(ModelNotFound):
         models.fetch(str(file))
+    with pytest.raises(ModelNotFound):
+        models.resolve(f"game.pak@0+{'9' * 5000}")
 
 
 def test_paths_that_cannot_be_looked_at(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ _RETRY_S = 0.25  # the pauses are 0, 2, 6 and 14 times this; an attempt that mak
 _RETRY_AFTER_S = 60.0  # the longest pause that a server may ask for
 _MAGIC = b"GGUF"
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-_PART = re.compile(r"(.+)@(\d+)\+(\d+)", re.DOTALL)
+_PART = re.compile(r"(.+)@([0-9]{1,19})\+([0-9]{1,19})", re.DOTALL)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -520,8 +520,8 @@ def _parse_hub(name: str) -> _HubFile:
 
 def _parts(name: str) -> list[str]:
     """The names of all files of a model, given the name of the first."""
-    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", name)
-    if match is None:
+    match = re.fullmatch(r"(.*)-00001-of-([0-9]{5})\.gguf", name)
+    if match is None or match[2] == "00000":
         return [name]
     return [f"{match[1]}-{i:05d}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1)]
 
