@@ -831,6 +831,12 @@ def record(path: Path, command: list[str], append: bool) -> int:
     """Runs a command and writes its result. Returns the exit status of the command: some tools report with it that a
     check failed. If the command has failed and so has no result, nothing is written, and the status is not 0."""
     kind(path)
+    # Before the run, which may take hours: an error here costs no result.
+    before = read(path) if append and path.exists() else []
+    machine, driver = machine_and_driver()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+    ).stdout
     ran = subprocess.run(command, stdout=subprocess.PIPE)
     try:
         found = json.loads(ran.stdout)
@@ -840,10 +846,6 @@ def record(path: Path, command: list[str], append: bool) -> int:
     if failure:
         print(f"{path} is left as it was, because the command failed: {failure}", file=sys.stderr)
         return ran.returncode or 1
-    machine, driver = machine_and_driver()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    ).stdout
     meta = {
         "commit": commit.strip(),
         "date": datetime.date.today().isoformat(),
@@ -851,8 +853,8 @@ def record(path: Path, command: list[str], append: bool) -> int:
         "driver": driver,
         "command": shlex.join(command).removeprefix("python "),
     }
-    results = [*(read(path) if append and path.exists() else []), {"meta": meta, **found}]
-    path.parent.mkdir(exist_ok=True)
+    results = [*before, {"meta": meta, **found}]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results if len(results) > 1 else results[0], indent=1) + "\n")
     return ran.returncode
 

@@ -86,7 +86,7 @@ async def main(args: argparse.Namespace) -> dict[str, Any]:
         models.resolve(args.model), device=args.device, n_ctx=512, n_threads=args.threads
     ) as client:
         await client.set_pacing("prioritize_compute")  # frame times are not measured here
-        await settled(client, problems)
+        stats = await settled(client, problems)
         while time.monotonic() - started < args.seconds and not problems:
             for trace in script:
                 found = await play(client, trace, speed=args.speed)
