@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import mutants
+from frameshard.engine import probe
 from frameshard.engine.scratch import try_files
 from frameshard.errors import BadModel, ModelNotFound
 
@@ -38,6 +39,16 @@ def test_a_file_that_loads_is_tried_once(tiny_model: Callable[[str], Path], verd
     assert kept.stat().st_mtime_ns == before
     with pytest.raises(ModelNotFound):
         try_files("nowhere.gguf")
+
+
+def test_a_cache_that_cannot_be_read_keeps_nothing(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file system has such a name. Modes of folders do not stop tests that run as root."""
+    model = tiny_model("llama")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("a" * 300)))
+    try_files(str(model))
+    assert probe._kept(probe.fingerprint("emulated", 1)) is None
 
 
 def test_a_file_that_kills_is_a_bad_model(model_path: Path, killer: Path, verdicts: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         common.emit_json({"path": str(path), **profile.to_dict()})
         return 0
     print(table(profile))
-    if path.is_file():  # not where the cache cannot be written
+    if os.path.isfile(path):  # not where the cache cannot be written, or read
         print(f"kept in {path}")
     return 0
 

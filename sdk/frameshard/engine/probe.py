@@ -256,12 +256,11 @@ class Measurements:
 
 
 def _kept(key: Mapping[str, str | int | float]) -> Profile | None:
-    """The kept profile with this fingerprint; None if there is none, or another version has written it."""
-    path = cached_path(key)
-    if path.is_file():
-        with contextlib.suppress(BadArgument):
-            profile = load(path)
-            return profile if dict(profile.fingerprint) == key else None
+    """The kept profile with this fingerprint; None if there is none, it cannot be read, or another version has written
+    it."""
+    with contextlib.suppress(BadArgument):
+        profile = load(cached_path(key))
+        return profile if dict(profile.fingerprint) == key else None
     return None
 
 

@@ -38,7 +38,7 @@ def try_files(model: str, mmproj: str = "") -> None:
     files = [*models.files_of(Path(model)), *([Path(mmproj)] if mmproj else [])]
     part = models.locate(model)
     passed = models.verdict("scratch", files, LLAMA_CPP_PYTHON, part.offset, part.n_bytes)
-    if passed.exists():
+    if models.has_passed(passed):
         return
     names = " with ".join(file.name for file in files[:1] + files[len(files) - bool(mmproj) :])
     logger.warning("trying %s in a process of its own; that is done once for a file", names)
