@@ -187,7 +187,9 @@ class Stream:
         self._shared: SharedImages | None = None
         self._turn = conversation
         self._request: int | None = None
+        """The request for the job, until its answer has come."""
         self._job: int | None = None
+        self._entered = False
         self._cancelled = False
         self._ended = False
         self._events: Inbox[m.JobEvent] | None = None
@@ -205,9 +207,10 @@ class Stream:
         return 0 if self._turn is None else self._turn.n_dropped
 
     async def __aenter__(self) -> Stream:
-        if self._job is not None and self._request is None:
+        if self._entered:
             raise BadArgument("a stream is entered once")
         self.begin()
+        self._entered = True
         try:
             await self._accepted()
         except BaseException as error:
@@ -229,6 +232,8 @@ class Stream:
         while not self._ended:
             if self._events is None:
                 raise BadArgument("a stream is read inside its async with block")
+            if self._request is not None:  # it was begun and not entered
+                await self._accepted_or_left()
             try:
                 if self._wait_for_room is not None:
                     await self._wait_for_room()
@@ -294,10 +299,10 @@ class Stream:
     async def _open_again(self) -> None:
         try:
             self._open()
-            await self._accepted()
         except FrameshardError:
             self._leave(failed=True)
             raise
+        await self._accepted_or_left()
 
     @property
     def _begun(self) -> bool:
@@ -369,9 +374,18 @@ class Stream:
         self._request, self._job, self._events = self._client._open(lambda: self._submit(images))
 
     async def _accepted(self) -> None:
-        request, self._request = self._request, None
-        assert request is not None
-        await self._client._answer(request)
+        """Waits until the sidecar has taken the job. May be called again if the wait was cancelled."""
+        if self._request is not None:
+            await self._client._answer(self._request, only=False)
+            self._client._drop(self._request)
+            self._request = None
+
+    async def _accepted_or_left(self) -> None:
+        try:
+            await self._accepted()
+        except FrameshardError:
+            self._leave(failed=True)
+            raise
 
     def _leave(self, *, failed: bool = False) -> None:
         if self._request is not None:

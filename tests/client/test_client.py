@@ -159,6 +159,28 @@ async def test_a_question_that_is_refused_does_not_block_its_conversation(shared
 
 
 @in_both
+async def test_a_stream_that_was_begun_and_not_entered_fails_too() -> None:
+    async with launch(engine=fake_engine(endless=True, delay_s=0.001), max_client_jobs=1) as client:
+        async with client.complete("la", sampling=GREEDY) as other:
+            for _ in range(2):
+                stream = client.ask("one", conversation="inn")
+                stream.begin()
+                with pytest.raises(errors.Overloaded):
+                    await stream.completed()
+            await other.cancel()
+            with pytest.raises(errors.JobCancelled):
+                await other.completed()
+        stream = client.ask("one", conversation="inn", sampling=frameshard.Sampling(max_tokens=2))
+        stream.begin()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await stream.__anext__()
+        assert (await stream.completed()).text == "one one"
+        async with stream:
+            assert stream.result is not None
+
+
+@in_both
 async def test_cancel() -> None:
     async with launch(engine=fake_engine(endless=True, delay_s=0.001)) as client:
         async with client.complete("la", sampling=GREEDY) as stream:
