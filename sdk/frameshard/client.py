@@ -51,6 +51,7 @@ from frameshard.errors import (
     VersionMismatch,
     again,
     only_cause,
+    typed,
 )
 from frameshard.frame import FrameBlock
 from frameshard.images import Pixels, SharedImages
@@ -358,10 +359,12 @@ class Stream:
         if self._job is None:
             if self._ended:
                 raise BadArgument("this stream has ended: ask again")
-            if self._turn is not None:
-                self._turn.begin()
+            with typed():
+                if self._turn is not None:
+                    self._turn.begin()
             try:
-                self._open()
+                with typed():
+                    self._open()
             except BaseException:
                 self._end(failed=True)
                 raise
@@ -532,11 +535,7 @@ class Client:
         :raises BadArgument: a result cannot be written as JSON, such as NaN. When the stream is entered: a result is
             missing, or there is no such call.
         """
-        try:
-            texts = {call: value if isinstance(value, str) else _json(value) for call, value in results.items()}
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadArgument(f"results: {error}", field="results") from None
-        turn = Turn(self._conversations, options.get("conversation"), None, texts)
+        turn = Turn(self._conversations, options.get("conversation"), None, result_texts(results))
         return self._stream("chat", turn, lambda fields: {"messages": turn.messages(fields)}, options)
 
     def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Stream:
@@ -545,7 +544,9 @@ class Client:
         With a `conversation` the KV cache is kept. A prompt with the same beginning as the last one is then prefilled
         faster. `images` come before the text of the last message.
         """
-        return self._stream("chat", None, lambda _: {"messages": tuple(messages)}, options)
+        with typed():
+            said = tuple(messages)
+        return self._stream("chat", None, lambda _: {"messages": said}, options)
 
     def complete(self, prompt: str, **options: Unpack[JobOptions]) -> Stream:
         """Streams the text that the model generates after `images` and `prompt`, without a chat template."""
@@ -578,9 +579,8 @@ class Client:
         images = fields.pop("images", ())
         if "adapters" in fields:
             fields["adapters"] = tuple(m.Adapter(name, scale) for name, scale in _by_name(fields["adapters"]))
-
         if "tools" in fields:
-            fields["tools"] = tuple(tool.wire() for tool in fields["tools"])
+            fields["tools"] = _told(fields["tools"])
 
         def submit(shared: tuple[m.Image, ...]) -> tuple[int, int]:
             others = {**fields, "images": shared}
@@ -722,8 +722,11 @@ class Client:
         :raises Overloaded: many requests wait.
         :raises Unsupported: the model runs on the CPU, without a shard device.
         """
-        budgets = tuple(mebibytes(budget) for budget in budgets_mb)
-        return self._asked_then(lambda: self._core.plan(budgets, prompt_tokens), m.PlanAnswer, lambda plan: plan.rows)
+
+        def request() -> int:
+            return self._core.plan(tuple(mebibytes(budget) for budget in budgets_mb), prompt_tokens)
+
+        return self._asked_then(request, m.PlanAnswer, lambda plan: plan.rows)
 
     def count_tokens(
         self, content: str | Sequence[m.ChatMessage], *, tools: Sequence[Tool] = ()
@@ -739,9 +742,13 @@ class Client:
         :raises Overloaded: many requests wait.
         :raises Unsupported: it is a chat and the model has no chat template, or one that cannot have tools.
         """
-        messages, prompt = ((), content) if isinstance(content, str) else (tuple(content), "")
-        told = tuple(tool.wire() for tool in tools)
-        return self._asked(lambda: self._core.count_tokens(messages, prompt, told), m.TokenCount)
+        told = _told(tools)
+
+        def request() -> int:
+            messages, prompt = ((), content) if isinstance(content, str) else (tuple(content), "")
+            return self._core.count_tokens(messages, prompt, told)
+
+        return self._asked(request, m.TokenCount)
 
     def embed(self, texts: Sequence[str]) -> Awaitable[Rows]:
         """Embeds texts with the sentence encoder that the sidecar was launched with (`embedder`). Texts of similar
@@ -909,7 +916,8 @@ class Client:
     ) -> Awaitable[U]:
         """Like :meth:`_asked`, for what is made of the answer. It is one coroutine, because asyncio may cancel a task
         before its first step: a coroutine inside would then complain that nobody has awaited it."""
-        request_id = self._ask(request)
+        with typed():
+            request_id = self._ask(request)
 
         async def answer() -> U:
             found = await self._answer(request_id, timeout_s)
@@ -1405,9 +1413,34 @@ def _has_ended(info: ConnectInfo) -> bool:
     return False
 
 
-def _json(value: object) -> str:
-    """A value as the model reads it: its letters as they are, not as numbers of code points."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+def _told(tools: Iterable[Tool]) -> tuple[m.Tool, ...]:
+    """The tools as the protocol has them."""
+    with typed():
+        for tool in (given := tuple(tools)):
+            if not isinstance(tool, Tool):
+                raise BadArgument(
+                    f"tools: a {type(tool).__name__} is no Tool: take frameshard.tool(function), or "
+                    "frameshard.Tool(name, description, schema)",
+                    field="tools",
+                )
+        return tuple(tool.wire() for tool in given)
+
+
+def result_texts(results: Mapping[str, object]) -> dict[str, str]:
+    """The results of calls as the model reads them: letters as they are, not as numbers of code points.
+
+    :raises BadArgument: it is no map, or a result cannot be written as JSON.
+    """
+    if not isinstance(results, Mapping):
+        raise BadArgument("results must be a map: the result of each call by its id", field="results")
+
+    def text(value: object) -> str:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+    try:
+        return {call: text(value) for call, value in results.items()}
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadArgument(f"results: {error}", field="results") from None
 
 
 def rows_of(answer: m.Embeddings) -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from frameshard.errors import BadArgument
+from frameshard.errors import BadArgument, typed
 from frameshard.records import record
 from frameshard.wire import checks, codec, saves
 from frameshard.wire import messages as m
@@ -47,6 +47,14 @@ class Conversation:
         return saves.write(saves.save_of(exchanges, self.system, model.fingerprint, model.template_fingerprint, writer))
 
 
+def check_name(conversation: object) -> None:
+    """
+    :raises BadArgument: the name of a conversation is not a string.
+    """
+    if not isinstance(conversation, str):
+        raise BadArgument("the name of a conversation is a string", field="conversation")
+
+
 class Conversations:
     """The conversations of one client, by name.
 
@@ -59,23 +67,31 @@ class Conversations:
 
     def find(self, name: str | None) -> Conversation:
         """The conversation of this name, a new one if there is none. Without a name it is not kept."""
-        return Conversation() if name is None else self._by_name.setdefault(name, Conversation())
+        if name is None:
+            return Conversation()
+        check_name(name)
+        return self._by_name.setdefault(name, Conversation())
 
     def history(self, name: str) -> tuple[m.ChatMessage, ...]:
+        check_name(name)
         return self._by_name.get(name, Conversation()).history()
 
     def forget(self, name: str) -> None:
         """An answer that is open is forgotten, too."""
+        check_name(name)
         if name in self._by_name:
             self._by_name[name] = Conversation(self._by_name[name].system)
 
     def save(self, name: str, model: m.ModelInfo) -> bytes:
+        check_name(name)
         return self._by_name.get(name, Conversation()).save(model, self._writer)
 
     def load(self, data: bytes, name: str, model: m.ModelInfo) -> LoadResult:
+        check_name(name)
         if not 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES:
             raise BadArgument(f"the name of a conversation has 1 to {MAX_NAME_BYTES} bytes", field="conversation")
-        save = saves.read(data)
+        with typed():
+            save = saves.read(data)
         there = self._by_name.get(name)
         if there is not None and there.open is not None:
             raise BadArgument("this conversation's last answer is still open: leave its stream first")

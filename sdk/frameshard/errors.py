@@ -7,6 +7,7 @@ message; only :func:`from_wire` and :meth:`FrameshardError.to_wire` convert them
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -201,6 +202,18 @@ def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardE
         return error
     logger.error("%s failed by a defect of frameshard", what, exc_info=error)
     return FrameshardError(f"{what} failed by a defect of frameshard: {type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def typed() -> Iterator[None]:
+    """Turns an exception that is not typed into :class:`BadArgument`. The block only takes what the program gave, so
+    the cause is a value of a wrong type, such as a number for a list."""
+    try:
+        yield
+    except FrameshardError:
+        raise
+    except Exception as error:
+        raise BadArgument(f"an argument has a wrong type or value: {type(error).__name__}: {error}") from error
 
 
 def below_floor(budget_bytes: int, floor_bytes: int) -> BudgetBelowFloor:

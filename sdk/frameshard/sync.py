@@ -28,7 +28,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -38,7 +38,7 @@ import trio
 
 from frameshard import client as asynchronous
 from frameshard.client import Client, ClientScope, Completion, Rows, Stream
-from frameshard.conversation import LoadResult
+from frameshard.conversation import LoadResult, check_name
 from frameshard.errors import (
     BadArgument,
     ConnectionLost,
@@ -47,6 +47,7 @@ from frameshard.errors import (
     JobCancelled,
     again,
     internal,
+    typed,
 )
 from frameshard.frame import FrameBlock
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
@@ -550,7 +551,7 @@ class Sidecar:
 
         def load(client: Client) -> None:
             try:
-                with _typed():
+                with typed():
                     result = client.load(data, conversation=conversation)
                 self._put_last(number, Loaded(number, result, None))
             except FrameshardError as error:
@@ -599,7 +600,7 @@ class Sidecar:
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             try:
-                with _typed():
+                with typed():
                     change = client.change_budget(vram_budget_mb, **terms)
             except FrameshardError as error:
                 self._put_last(number, refused(error))
@@ -725,7 +726,7 @@ class Sidecar:
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             try:
-                with _typed():
+                with typed():
                     answer = ask(client)
             except FrameshardError as error:
                 self._put_last(number, arrived(number, None, error))
@@ -749,7 +750,7 @@ class Sidecar:
         failed: Callable[[int, FrameshardError], Event],
     ) -> int:
         """Has the event made that `look` returns, in the order of commands."""
-        _check_name(conversation)
+        check_name(conversation)
         number = self._number()
 
         def command(client: Client) -> None:
@@ -766,7 +767,7 @@ class Sidecar:
         failed: Callable[[FrameshardError], Event] | None = None,
     ) -> None:
         """Changes a conversation when what was asked in it before is answered."""
-        _check_name(conversation)
+        check_name(conversation)
 
         def command(client: Client) -> Callable[[], Awaitable[None]] | None:
             before, after = self._line_up(conversation)
@@ -790,7 +791,7 @@ class Sidecar:
         def command(client: Client) -> Callable[[], Awaitable[None]]:
             before, after = self._line_up(conversation)
             try:
-                with _typed():
+                with typed():
                     stream = job._stream = open_stream(client)
                     if before.is_set():
                         stream.begin()
@@ -802,7 +803,7 @@ class Sidecar:
                 try:
                     with job._scope:
                         await before.wait()
-                        with _typed():
+                        with typed():
                             stream.begin()
                         await self._relay(job, stream)
                         assert stream.result is not None
@@ -953,20 +954,3 @@ class Sidecar:
             if self._room is None:
                 self._room = trio.Event()
             await self._room.wait()
-
-
-def _check_name(conversation: object) -> None:
-    if not isinstance(conversation, str):
-        raise BadArgument("the name of a conversation is a string", field="conversation")
-
-
-@contextlib.contextmanager
-def _typed() -> Iterator[None]:
-    """Turns an exception that is not typed into :class:`BadArgument`. The block only takes what the program gave, so
-    the cause is a value of a wrong type, such as a number for a list."""
-    try:
-        yield
-    except FrameshardError:
-        raise
-    except Exception as error:
-        raise BadArgument(f"an argument has a wrong type or value: {type(error).__name__}: {error}") from error

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -407,9 +409,28 @@ async def test_bad_arguments(shared_sidecar: Path) -> None:
             client.complete("caf\udce9"),
             client.chat([]),
             client.chat([frameshard.ChatMessage("narrator", "x")]),  # type: ignore[arg-type]
+            client.ask("x", conversation=["inn"]),  # type: ignore[arg-type]
+            client.ask("x", sampling={"temperature": 0.5}),  # type: ignore[arg-type]
+            client.ask("x", sampling=frameshard.Sampling(logit_bias=((5, 3.0),))),  # type: ignore[arg-type]
         ):
             with pytest.raises(errors.BadArgument):
                 await stream.completed()
+        wrong: list[tuple[Callable[..., object], Any]] = [
+            (client.chat, 5),
+            (client.count_tokens, 5),
+            (client.plan, 512),
+            (client.tool_results, ["iron"]),
+            (client.history, ["inn"]),
+            (client.forget, ["inn"]),
+            (client.save, ["inn"]),
+            (lambda name: client.load(client.save("inn"), conversation=name), 5),
+            (lambda data: client.load(data, conversation="inn"), None),
+            (lambda tools: client.ask("x", tools=tools), [print]),
+            (lambda tools: client.count_tokens("x", tools=tools), None),
+        ]
+        for method, value in wrong:
+            with pytest.raises(errors.BadArgument):
+                method(value)
         for question in (5, None):
             with pytest.raises(errors.BadArgument, match="text must be a string"):
                 client.ask(question)  # type: ignore[arg-type]

@@ -488,7 +488,10 @@ class Submit:
             raise checks.Refused("a chat has messages and no prompt", "messages")
         if self.kind == "completion" and (self.messages or not self.prompt):
             raise checks.Refused("a completion has a prompt and no messages", "prompt")
-        if any((bias.token is None) != bool(bias.text) for bias in self.sampling.logit_bias):
+        if not isinstance(self.sampling, Sampling):
+            raise checks.Refused("must be a Sampling, such as Sampling(temperature=0)", "sampling")
+        biases = [bias for bias in self.sampling.logit_bias if isinstance(bias, LogitBias)]
+        if any((bias.token is None) != bool(bias.text) for bias in biases):
             raise checks.Refused("each logit_bias has either a token or a text", "sampling")
 
 
