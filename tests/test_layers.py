@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "conversation": {"wire"},
     "inbox": set(),
     "client": {"wire", "transport", "frame", "images", "inbox", "options", "conversation", "tools"},
-    "sync": {"wire", "client", "conversation", "frame", "options", "tools"},
+    "sync": {"wire", "client", "conversation", "frame", "images", "options", "tools"},
     "arbiter": {"wire"},
     "deal": {"wire", "arbiter", "client", "inbox"},
     "http": {"wire", "client", "tools"},

@@ -12,8 +12,8 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import field
-from typing import Literal
+from dataclasses import field, replace
+from typing import Any, Literal
 
 from frameshard import system
 from frameshard.errors import BadArgument
@@ -31,7 +31,8 @@ INLINE_BYTES = 16 << 10
 class Pixels:
     """An image of 8-bit pixels, top row first.
 
-    :param data: `height` rows of `stride` bytes.
+    :param data: `height` rows of `stride` bytes. They are copied when the question is asked: in the asynchronous client
+        when its stream is begun or entered.
     :param width: pixels in a row.
     :param height: rows.
     :param format: "rgb", or "rgba" with an alpha channel, which is not used.
@@ -64,15 +65,7 @@ class SharedImages:
 
     def _share(self, image: bytes | Pixels) -> m.Image:
         pixels = image if isinstance(image, Pixels) else Pixels(image, 0, 0)
-        try:
-            view = memoryview(pixels.data)
-        except TypeError:
-            raise _no_images() from None
-        if not view.c_contiguous:
-            raise BadArgument("an image's data has gaps between its bytes: copy it into bytes", field="images")
-        data = view.cast("B")
-        if not 0 < len(data) <= m.MAX_IMAGE_BYTES:
-            raise BadArgument(f"an image has 1 to {m.MAX_IMAGE_BYTES} bytes", field="images")
+        data = _bytes_of(pixels.data)
         kind: m.ImageFormat = pixels.format if isinstance(image, Pixels) else "encoded"
         if len(data) <= INLINE_BYTES:
             return m.Image(kind, bytes(data), "", 0, pixels.width, pixels.height, pixels.stride)
@@ -97,6 +90,42 @@ class SharedImages:
     def close(self) -> None:
         """Releases the shared memory. Safe to call twice."""
         self._undo.close()
+
+
+def unchanging(images: Any) -> Any:
+    """Images with copies of their buffers, so that the program may write into these again. What is no image is left as
+    it is, and :class:`SharedImages` refuses it."""
+
+    def copied(image: Any) -> Any:
+        data = image.data if isinstance(image, Pixels) else image
+        if isinstance(data, bytes):
+            return image
+        try:
+            kept = bytes(_bytes_of(data))
+        except BadArgument:
+            return image
+        return replace(image, data=kept) if isinstance(image, Pixels) else kept
+
+    return tuple(map(copied, images)) if isinstance(images, (list, tuple)) else images
+
+
+def _bytes_of(data: Any) -> memoryview:
+    """
+    :raises BadArgument: these are no bytes, or too few or too many for an image.
+    """
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise _no_images() from None
+    if view.itemsize != 1:
+        raise BadArgument(
+            f"an image's data has elements of {view.itemsize} bytes: convert it to 8 bits a channel", field="images"
+        )
+    if not view.c_contiguous:
+        raise BadArgument("an image's data has gaps between its bytes: copy it into bytes", field="images")
+    if not 0 < view.nbytes <= m.MAX_IMAGE_BYTES:
+        raise BadArgument(f"an image has 1 to {m.MAX_IMAGE_BYTES} bytes", field="images")
+    return view.cast("B")
 
 
 def _no_images() -> BadArgument:

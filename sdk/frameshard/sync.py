@@ -9,7 +9,8 @@
     sidecar.close()
 
 A thread of its own runs the asynchronous client. Calls here queue a command for it and return; commands are carried out
-in order, and their outcome, errors included, comes as an event. What an event brings is the protocol's own message
+in order, and their outcome, errors included, comes as an event. What a call is given is copied: the program may change
+its lists and buffers at once. What an event brings is the protocol's own message
 (:mod:`frameshard.wire.messages`), as from the asynchronous client. Handles (:class:`Job`) change only inside
 :meth:`Sidecar.poll`, so the program's thread never sees one change in between. While a program does not poll,
 1,024 events wait for it here, and the sidecar keeps some text of each job (its launch option `held_bytes`, 48 KiB). A
@@ -32,7 +33,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -50,6 +51,7 @@ from frameshard.errors import (
     typed,
 )
 from frameshard.frame import FrameBlock
+from frameshard.images import unchanging
 from frameshard.options import JobOptions, LaunchOptions, LeaseTerms
 from frameshard.records import record
 from frameshard.tools import Tool
@@ -493,21 +495,32 @@ class Sidecar:
 
     def ask(self, text: str, *, system: str | None = None, **options: Unpack[JobOptions]) -> Job:
         """See :meth:`frameshard.Client.ask`. Questions of one conversation are answered one after the other."""
-        conversation = options.get("conversation")
-        return self._begin(conversation, lambda client: client.ask(text, system=system, **options))
+        conversation, kept = options.get("conversation"), _kept(options)
+        return self._begin(conversation, lambda client: client.ask(text, system=system, **kept))
 
     def tool_results(self, results: Mapping[str, object], **options: Unpack[JobOptions]) -> Job:
         """See :meth:`frameshard.Client.tool_results`."""
-        conversation = options.get("conversation")
-        return self._begin(conversation, lambda client: client.tool_results(results, **options))
+        conversation, kept = options.get("conversation"), _kept(options)
+        try:
+            texts = asynchronous.result_texts(results)
+        except BadArgument as error:
+            refusal = error
+
+            def refuse(client: Client) -> Stream:
+                raise refusal
+
+            return self._begin(conversation, refuse)
+        return self._begin(conversation, lambda client: client.tool_results(texts, **kept))
 
     def chat(self, messages: Sequence[m.ChatMessage], **options: Unpack[JobOptions]) -> Job:
         """See :meth:`frameshard.Client.chat`."""
-        return self._begin(None, lambda client: client.chat(messages, **options))
+        said, kept = _copied(messages), _kept(options)
+        return self._begin(None, lambda client: client.chat(said, **kept))
 
     def complete(self, prompt: str, **options: Unpack[JobOptions]) -> Job:
         """See :meth:`frameshard.Client.complete`."""
-        return self._begin(None, lambda client: client.complete(prompt, **options))
+        kept = _kept(options)
+        return self._begin(None, lambda client: client.complete(prompt, **kept))
 
     def warm_up(self, messages: Sequence[m.ChatMessage], *, adapters: Mapping[str, float] | None = None) -> Job:
         """See :meth:`frameshard.Client.warm_up`. The `n_prompt` of its result is the number of tokens."""
@@ -547,12 +560,11 @@ class Sidecar:
         :returns: the number of :class:`Loaded`.
         :raises BadArgument: the name of the conversation is not a string.
         """
-        number = self._number()
+        number, save = self._number(), _copied(data)
 
         def load(client: Client) -> None:
             try:
-                with typed():
-                    result = client.load(data, conversation=conversation)
+                result = client.load(save, conversation=conversation)
                 self._put_last(number, Loaded(number, result, None))
             except FrameshardError as error:
                 self._put_last(number, Loaded(number, None, error))
@@ -629,15 +641,18 @@ class Sidecar:
 
     def plan(self, budgets_mb: Sequence[float], *, prompt_tokens: int = 512) -> int:
         """See :meth:`frameshard.Client.plan`; :class:`PlanArrived` follows."""
-        return self._query(lambda client: client.plan(budgets_mb, prompt_tokens=prompt_tokens), PlanArrived)
+        budgets = _copied(budgets_mb)
+        return self._query(lambda client: client.plan(budgets, prompt_tokens=prompt_tokens), PlanArrived)
 
     def count_tokens(self, content: str | Sequence[m.ChatMessage], *, tools: Sequence[Tool] = ()) -> int:
         """See :meth:`frameshard.Client.count_tokens`; :class:`TokenCountArrived` follows."""
-        return self._query(lambda client: client.count_tokens(content, tools=tools), TokenCountArrived)
+        counted, told = _copied(content), _copied(tools)
+        return self._query(lambda client: client.count_tokens(counted, tools=told), TokenCountArrived)
 
     def embed(self, texts: Sequence[str]) -> int:
         """See :meth:`frameshard.Client.embed`; :class:`EmbeddingsArrived` follows."""
-        return self._query(lambda client: client.embed(texts), EmbeddingsArrived)
+        embedded = _copied(texts)
+        return self._query(lambda client: client.embed(embedded), EmbeddingsArrived)
 
     def stats(self) -> int:
         """See :meth:`frameshard.Client.stats`; :class:`StatsArrived` follows."""
@@ -954,3 +969,19 @@ class Sidecar:
             if self._room is None:
                 self._room = trio.Event()
             await self._room.wait()
+
+
+def _kept(options: JobOptions) -> JobOptions:
+    """A copy of the options of a job; see :func:`_copied`."""
+    kept: Any = {name: unchanging(value) if name == "images" else _copied(value) for name, value in options.items()}
+    return kept  # type: ignore[no-any-return]
+
+
+def _copied(value: Any) -> Any:
+    """What was given, as it is now. The program may change its lists and buffers again before the other thread carries
+    the command out."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_copied, value))
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return bytes(value) if isinstance(value, (bytearray, memoryview)) else value

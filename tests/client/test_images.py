@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import io
 import os
@@ -72,6 +73,7 @@ async def test_the_broker_refuses_memory_that_is_not_what_it_should_be(tmp_path:
                 {"path": "/proc/self/fd/0", "size": 300, **right},
                 {"path": f"/proc/{os.getpid()}/fd/999999", "size": 300, **right},
                 {"data": b"x" * 299, **right},
+                {"data": b"x" * 400, **right},
                 right,
             ]
             for number, case in enumerate(cases, 2):
@@ -190,8 +192,10 @@ async def test_images_leave_the_message_to_the_texts() -> None:
         (None, "read the files first"),
         (frameshard.Pixels(b"abc", 1, 1), "read the files first"),
         ([frameshard.Pixels(memoryview(bytes(24))[::2], 2, 2)], "has gaps"),
+        ([frameshard.Pixels(memoryview(array.array("f", bytes(48))), 2, 2)], "8 bits a channel"),
+        ([frameshard.Pixels(memoryview(np.zeros((0, 2, 3), np.uint8)), 2, 0)], "1 to"),
     ],
-    ids=["path", "paths", "bytes", "Path", "None in a list", "None", "Pixels", "gaps"],
+    ids=["path", "paths", "bytes", "Path", "None in a list", "None", "Pixels", "gaps", "floats", "no rows"],
 )
 def test_what_is_no_list_of_images_is_refused(images: Any, why: str) -> None:
     with pytest.raises(errors.BadArgument, match=why):

@@ -42,6 +42,7 @@ from frameshard.sync import (
     StatsArrived,
     TextAdded,
     ThoughtAdded,
+    TokenCountArrived,
 )
 from frameshard.testing import fake_engine
 from frameshard.wire.messages import FEATURES
@@ -320,6 +321,25 @@ def test_a_wrong_argument_fails_its_own_request_alone() -> None:
         play(sidecar, lambda: job.ended)
         assert job.text == "one two"
         assert sidecar.error is None
+
+
+def test_what_a_call_was_given_may_change_behind_it() -> None:
+    history, stock = [ChatMessage("user", "one two")], {"iron": [1]}
+    frame = bytearray(12)
+    with start() as sidecar:  # it loads, so what is asked waits
+        told = sidecar.chat(history)
+        seen = sidecar.ask("four", images=[frameshard.Pixels(frame, 2, 2)])
+        counted = sidecar.count_tokens(history)
+        looped = sidecar.tool_results({"id": stock}, conversation="inn")
+        history.append(ChatMessage("user", "five"))
+        frame.clear()
+        stock["iron"].append(stock)  # type: ignore[arg-type]
+        events = play(sidecar, lambda: told.ended and seen.ended and looped.ended)
+        play(sidecar, lambda: of(events, TokenCountArrived), events=events)
+    assert (told.text, seen.text) == ("one two", "four")
+    (count,) = of(events, TokenCountArrived)
+    assert (count.request, count.count and count.count.n_tokens) == (counted, 2)
+    assert "no calls" in str(looped.error), looped.error
 
 
 def test_a_job_that_ends_before_its_turn_lets_nobody_overtake() -> None:

@@ -115,6 +115,8 @@ def _check(index: int, image: m.Image, n_bytes: int) -> None:
         raise _wrong(index, f"a row has {row} bytes, the stride is {stride}")
     if n_bytes < stride * (image.height - 1) + row:
         raise _wrong(index, f"{n_bytes} bytes are too few for {image.width} x {image.height} {image.format}")
+    if image.format == "rgb" and not image.stride and n_bytes == image.width * image.height * _CHANNELS["rgba"]:
+        raise _wrong(index, f"{n_bytes} bytes are {image.width} x {image.height} pixels of rgba: give this format")
 
 
 def _hold(index: int, image: m.Image, held: HeldImages) -> str:
