@@ -391,6 +391,9 @@ def test_a_hostile_schema_hurts_nobody_else(tiny: EngineProcess) -> None:
         ),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [WORD, {"not": WORD}]}}}, "#/$defs/x/anyOf/1"),
         ({"type": "string", "pattern": "(("}, "#: regex parse error"),
+        ({"anyOf": [WORD, {"enum": [2**53, {"id": 2**53 + 1}]}]}, "#/anyOf/1/enum: 9007199254740993 would be rounded"),
+        ({"type": "integer", "minimum": 2**53 + 1}, "#/minimum: 9007199254740993 would"),
+        ({"type": "integer", "minimum": 10**400, "maximum": 10**401}, "#/minimum: 1000000000000000000"),
     ],
 )
 def test_a_refusal_names_the_place(tiny: EngineProcess, schema: object, place: str) -> None:

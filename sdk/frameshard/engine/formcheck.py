@@ -49,6 +49,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _COMBINED = {"$ref", "anyOf", "oneOf"}
 _OPENING = {"additionalProperties", "patternProperties", "minProperties"}
 _OF_OBJECTS = {"properties", "required", *_OPENING}
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_INT64 = range(-(2**63), 2**63)
 
 Schema = Mapping[str, Any]
 
@@ -109,6 +111,8 @@ class Worker:
             if not isinstance(schema, dict):
                 return {}, "a schema is an object"
             _close_objects(schema)
+            for where, number in _inexact(schema, "#"):
+                return {}, f"at {where}: {number} would be rounded: take a smaller number, or a string"
             schema["x-guidance"] = _LAYOUT
             if reason := self._schema_refusal(schema):
                 until = time.process_time() + _PLACE_S
@@ -215,6 +219,42 @@ def _all_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for _, part in _parts(schema):
         if isinstance(part, dict):
             yield from _all_parts(part)
+
+
+def _inexact(schema: Schema, at: str) -> Iterator[tuple[str, int | float]]:
+    """The numbers for which llguidance would take others, with their places: it has floats of 64 bits for all numbers,
+    and limits the bounds of integers to 64 bits."""
+    for name in ("const", "enum"):
+        for number in _integers(schema.get(name)):
+            if not _is_exact(number):
+                yield f"{at}/{name}", number
+    for name in (*_LOWER, *_UPPER):
+        bound = schema.get(name)
+        if not isinstance(bound, (int, float)):
+            continue
+        beyond = bound > _INT64[-1] if name in _LOWER else bound < _INT64[0]
+        # The largest integer of 64 bits is a usual bound. It stays what it is for an integer.
+        if beyond or (isinstance(bound, int) and bound in _INT64[:-1] and not _is_exact(bound)):
+            yield f"{at}/{name}", bound
+    for name, part in _parts(schema):
+        if isinstance(part, dict):
+            yield from _inexact(part, f"{at}/{name}")
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in a JSON value."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _integers(each)
+
+
+def _is_exact(number: int) -> bool:
+    try:
+        return int(float(number)) == number
+    except OverflowError:
+        return False
 
 
 def _refused(reason: str) -> dict[str, str]:
