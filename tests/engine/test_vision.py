@@ -210,8 +210,9 @@ NO_IMAGE = r"is no PNG or JPEG .*, or damaged or cut off$"
         (lambda: encoded(Image.new("L", (10_000, 10_000))), "has 1 to 16777216 pixels"),
         (lambda: m.Image("encoded", b"no picture"), NO_IMAGE),
         (lambda: m.Image("encoded", encoded(Image.new("L", (99, 99))).data[:60]), NO_IMAGE),
+        (lambda: encoded(Image.new("RGB", (9, 9)), "WEBP"), NO_IMAGE),
     ],
-    ids=["196 megapixels", "100 megapixels", "text", "cut off"],
+    ids=["196 megapixels", "100 megapixels", "text", "cut off", "WebP"],
 )
 @pytest.mark.filterwarnings("error")
 def test_files_that_are_no_images_are_refused(image: Callable[[], m.Image], why: str) -> None:

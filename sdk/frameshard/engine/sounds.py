@@ -139,8 +139,10 @@ def _mp3(file: bytes) -> bytes:
 
 
 def is_sound(data: bytes) -> bool:
-    """Whether a file begins like a WAV or MP3 file. libmtmd decides by the same bytes."""
-    return data[:4] == b"RIFF" or data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0)
+    """Whether a file begins like a WAV or MP3 file. libmtmd decides by the same bytes, but takes WebP images for WAV
+    files."""
+    wav = data[:4] == b"RIFF" and data[8:12] == b"WAVE"
+    return wav or data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0)
 
 
 def tone(seconds: float, rate: int = 16_000) -> Sound:
