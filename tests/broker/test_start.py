@@ -182,6 +182,29 @@ async def test_the_log_goes_where_it_was_sent(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Python fills no pipes there without waiting")
+@in_trio
+async def test_nothing_waits_for_the_reader_of_the_log() -> None:
+    """A frozen terminal, or a game that does not read what it has asked for."""
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as log, open(writer, "wb", buffering=0) as pipe:
+        async with launch(log=pipe.fileno(), engine=fake_engine(crash_at_token=3)) as client:
+            os.set_blocking(writer, False)
+            while pipe.write(b"full " * 1000):
+                pass
+            os.set_blocking(writer, True)
+            await client.set_budget(60)  # the sidecar logs this
+            with pytest.raises(errors.EngineDied):
+                await client.complete("a b c d e").completed()
+            assert (await client.complete("a b").completed()).text == "a b"
+            os.set_blocking(reader, False)
+            text = b""
+            while b"while ready" not in text:  # nothing is lost if somebody reads after all
+                text += log.read(1 << 16) or b""
+                await trio.sleep(0.01)
+        assert b"sets the VRAM budget to 60 MiB" in text
+
+
 ENDPOINTS = [
     "tcp://127.0.0.1:*;0.0.0.0:1",
     "tcp://127.0.0.1:5555;0.0.0.0:1",

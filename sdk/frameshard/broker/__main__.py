@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 from frameshard import system
+from frameshard.broker import log
 from frameshard.broker.process import serve
 from frameshard.errors import BadArgument, FrameshardError, internal
 from frameshard.wire import launch, messages
@@ -39,10 +40,11 @@ def main() -> int:
     parser.add_argument("--log-fd", type=int)
     log_fd: int | None = parser.parse_args().log_fd
     if log_fd is not None:
-        log = system.inherited_file(log_fd)
-        os.dup2(log, 2)
-        os.close(log)
+        file = system.inherited_file(log_fd)
+        os.dup2(file, 2)
+        os.close(file)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="sidecar: %(levelname)s: %(message)s")
+    log.install()
     # Standard output is replaced, so that libraries cannot write to it and only the one line goes there.
     out = os.dup(1)
     os.dup2(2, 1)

@@ -5,10 +5,11 @@ llama.cpp, ggml and the C++ runtime write the reason of an abort only to standar
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
 import trio
+
+from frameshard.broker import log
 
 TAIL_BYTES = 4096
 MAX_LINES = 4
@@ -33,18 +34,11 @@ class LastWords:
         return "; ".join(kept[-MAX_LINES:])[-MAX_CHARACTERS:]
 
     async def listen(self, pipe: trio.abc.ReceiveStream) -> None:
-        """Reads `pipe` to its end, and writes all of it to this process's standard error."""
+        """Reads `pipe` to its end, and writes all of it to the log."""
         with suppress(trio.BrokenResourceError):
             while data := await pipe.receive_some():
                 self._tail += data
                 if len(self._tail) > TAIL_BYTES:
                     self._tail = self._tail[-TAIL_BYTES:].partition(b"\n")[2] or self._tail[-TAIL_BYTES:]
-                # A thread writes, because the program that reads our standard error may be slow.
-                await trio.to_thread.run_sync(_pass_on, bytes(data), abandon_on_cancel=True)
+                log.write(bytes(data))
         self.ended.set()
-
-
-def _pass_on(data: bytes) -> None:
-    with suppress(OSError):  # standard error is closed
-        while data:
-            data = data[os.write(2, data) :]

@@ -107,7 +107,7 @@ def _add_fallback_args(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from frameshard import models
-    from frameshard.broker import serve
+    from frameshard.broker import log, serve
     from frameshard.wire.launch import ServeConfig, adapter_of
 
     _check_fallback(args)
@@ -148,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             common.emit_json({"connect_file": str(connect_file), "endpoint": info.endpoint, **http, "pid": info.pid})
 
+    log.install()
     return interrupt.STATUS if serve(config, on_ready=ready, on_loading=progress.loading) == signal.SIGINT else 0
 
 
