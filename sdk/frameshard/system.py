@@ -112,9 +112,7 @@ async def start(
     if sys.platform != "win32":
         number = sock.fileno()
         command = [*command, "--fd", str(number)]
-        return await trio.lowlevel.open_process(
-            command, stdin=stdin, **output, env=env, pass_fds=(number,), start_new_session=True
-        )
+        return await _open_process(command, stdin=stdin, **output, env=env, pass_fds=(number,), start_new_session=True)
     else:
         # The child reads what it needs for the socket from its standard input. It must be the process that is started
         # here, and in a virtual environment sys.executable starts another one.
@@ -123,7 +121,7 @@ async def start(
         if command[0] == sys.executable != base:
             executable, env = base, {**(env or os.environ), "__PYVENV_LAUNCHER__": sys.executable}
         with trio.CancelScope(shield=True):
-            process = await trio.lowlevel.open_process(
+            process = await _open_process(
                 [*command, "--fd", "0"],
                 stdin=subprocess.PIPE,
                 **output,
@@ -138,6 +136,18 @@ async def start(
             if stdin == subprocess.DEVNULL:
                 await process.stdin.aclose()
         return process
+
+
+async def _open_process(command: Sequence[str], **options: Any) -> trio.Process:
+    """
+    :raises OSError: it cannot be started; also if the system has no thread to start it in.
+    """
+    import trio
+
+    try:
+        return await trio.lowlevel.open_process(command, **options)
+    except RuntimeError as error:  # how Python says that it gets no thread
+        raise OSError(errno.EAGAIN, str(error)) from None
 
 
 async def start_with_stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[trio.Process, trio.SocketStream]:

@@ -138,6 +138,16 @@ async def test_a_launch_says_that_the_engine_cannot_be_started(tmp_path: Path) -
 
 
 @in_trio
+async def test_a_process_for_which_there_is_no_thread_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_thread(*_command: object, **_options: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(trio.lowlevel, "open_process", no_thread)
+    with pytest.raises(OSError, match="can't start new thread"):
+        await system.start_with_stream(fake_engine(), os.environ)
+
+
+@in_trio
 async def test_jobs_wait_while_the_engine_cannot_be_started(tmp_path: Path) -> None:
     """As when the system has no memory or no descriptors for a while."""
     script = tmp_path / "engine"
