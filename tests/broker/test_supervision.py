@@ -764,6 +764,26 @@ broken(process.Budgets, "_grant", lambda command: command.vram_budget_bytes == 7
         assert (await client.stats()).broker.engine_restarts == 0
 
 
+@in_trio
+async def test_an_exception_in_a_thread_ends_the_engine_with_its_reason(talking_model: Path) -> None:
+    """Without its reader or its budget thread an engine would live, and not obey."""
+    patch = """
+ask, rest = process.Counting.ask, process.Budgets._rest
+def count(self, question):
+    return 1 / 0 if question.prompt == "poison" else ask(self, question)
+def wait(self, runtime, until):
+    rest(self, runtime, until)
+    assert not any(command.vram_budget_bytes == 77 << 20 for command in self._asked), "it is 77"
+process.Counting.ask, process.Budgets._rest = count, wait"""
+    options = {"device": "cpu", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "restart_limit": 1, **PATIENT}
+    async with frameshard.launch(talking_model, engine=patched_engine(patch), **options) as client:
+        with pytest.raises(errors.EngineDied, match=r"thread 'reader' failed .*ZeroDivisionError"):
+            await client.count_tokens("poison")
+        await until_ready(client, 1)
+        with pytest.raises(errors.EngineDied, match=r"thread 'budget' failed .*it is 77"):
+            await client.set_budget(77)
+
+
 @pytest.mark.parametrize("place", ["read", "start", "speak"])
 def test_an_exception_over_a_job_is_that_jobs_failure(talking_model: Path, place: str) -> None:
     """The exception comes while the request is read, while the job starts, or during its answer. The text of another

@@ -190,6 +190,10 @@ class Engine:
             logger.error("fatal: %s", error)
         return EXIT_FATAL
 
+    def _end_at_once(self, error: Exception) -> NoReturn:
+        """[any thread] Ends the process after a defect in a thread without which it would not obey any more."""
+        os._exit(self._fatal(internal(logger, f"the engine's thread {threading.current_thread().name!r}", error)))
+
     def aborted(self, why: str) -> NoReturn:
         """[any thread] Called when ggml is about to abort the process. Reports the reason and ends the process at once,
         because an abort would take long to write a core file of all mapped memory."""
@@ -418,6 +422,8 @@ class Engine:
             logger.info("the broker's channel closed: %s", error)
         except FrameshardError as error:
             logger.error("the broker's channel cannot be read: %s", error)
+        except Exception as error:
+            self._end_at_once(error)
         finally:
             # The broker is gone. The process ends within CLEANUP_S, whatever the main thread does.
             self._end()
@@ -545,7 +551,10 @@ class Engine:
     def _serve_budgets(self, runtime: Runtime) -> None:
         """[budget thread]"""
         assert self._watcher is not None
-        self._budgets.serve(runtime, self._watcher.host)
+        try:
+            self._budgets.serve(runtime, self._watcher.host)
+        except Exception as error:
+            self._end_at_once(error)
 
     def _watch(self, proc: Path, _runtime: Runtime) -> None:
         """[watch thread] Reports the memory of device and host when it has changed, and at least every second."""
