@@ -113,7 +113,8 @@ class VersionMismatch(FrameshardError):
 
 
 class OutOfMemory(FrameshardError):
-    """The device refused memory that the budget allows, because another program uses it. Lower the budget."""
+    """The device refused memory that the budget allows, because another program uses it: lower the budget. Or the
+    system has no host memory for a request."""
 
     code, name, retriable = 25, "out_of_memory", True
 
@@ -196,10 +197,13 @@ def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardE
 
     :param logger: gets the traceback of an exception that is not typed.
     :param what: what failed, as the subject of a sentence, such as "a budget change".
-    :returns: `error` itself if it is typed already, else an ``internal`` error.
+    :returns: `error` itself if it is typed already, ``out_of_memory`` for a MemoryError, else an ``internal`` error.
     """
     if isinstance(error, FrameshardError):
         return error
+    if isinstance(error, MemoryError):
+        logger.warning("%s failed: there is no host memory for it", what)
+        return OutOfMemory(f"{what} failed: there is no host memory for it")
     logger.error("%s failed by a defect of frameshard", what, exc_info=error)
     return FrameshardError(f"{what} failed by a defect of frameshard: {type(error).__name__}: {error}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from frameshard.errors import (
     Overloaded,
     UnknownJob,
     VersionMismatch,
+    internal,
 )
 from frameshard.wire import codec, states
 from frameshard.wire import messages as m
@@ -581,6 +583,12 @@ def test_bad_arguments_are_found_before_sending() -> None:
 def test_errors_keep_their_class(name: str) -> None:
     error = m.ErrorInfo.of(BY_NAME[name]("why", field="n")).exception()
     assert (type(error), error.message, error.detail) == (BY_NAME[name], "why", {"field": "n"})
+
+
+@pytest.mark.parametrize(("raised", "name"), [(MemoryError(), "out_of_memory"), (ValueError("no"), "internal")])
+def test_an_exception_becomes_an_error_with_a_name(raised: Exception, name: str) -> None:
+    error = internal(logging.getLogger("frameshard.test"), "a count", raised)
+    assert (error.name, error.message.startswith("a count failed")) == (name, True)
 
 
 def test_unknown_error_names_keep_their_words() -> None:
