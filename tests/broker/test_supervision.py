@@ -76,6 +76,7 @@ def patched_engine(patch: str) -> tuple[str, ...]:
     return (sys.executable, "-c", script)
 
 
+GREEDY_8 = frameshard.Sampling(max_tokens=8, temperature=0.0)
 ABORT = "ggml.base().ggml_abort(b'here.c', 7, b'it cannot be')"
 
 
@@ -782,6 +783,22 @@ process.Counting.ask, process.Budgets._rest = count, wait"""
         await until_ready(client, 1)
         with pytest.raises(errors.EngineDied, match=r"thread 'budget' failed .*it is 77"):
             await client.set_budget(77)
+
+
+@in_trio
+async def test_a_job_whose_preparation_hangs_fails_alone(talking_model: Path) -> None:
+    """The engine's main thread still answers pings."""
+    patch = """
+import threading
+from frameshard.engine.request import RequestReader
+process.PREPARE_S, read = 1.0, RequestReader.read
+RequestReader.read = lambda self, job: threading.Event().wait() if job.prompt == "poison" else read(self, job)"""
+    options = {"device": "cpu", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, **PATIENT}
+    async with frameshard.launch(talking_model, engine=patched_engine(patch), **options) as client:
+        async with client.complete("poison") as bad:
+            assert (await client.complete("Once", sampling=GREEDY_8).completed()).n_generated == 8
+            with pytest.raises(errors.EngineDied, match="a request was not ready to run after"):
+                await bad.completed()
 
 
 @pytest.mark.parametrize("place", ["read", "start", "speak"])

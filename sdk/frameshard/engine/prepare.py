@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import queue
 import threading
 import time
@@ -54,6 +55,7 @@ class Preparation:
         self._lock = threading.Lock()
         self._open: dict[int, _Entry] = {}  # by job number
         self._lines: dict[object, collections.deque[_Entry]] = {}  # by conversation
+        self._begun_at: dict[int, float] = {}  # of the requests that a thread is at now, by job number
         self._known_forms: collections.deque[int] = collections.deque(maxlen=KNOWN_FORMS)
         self._short: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._long: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
@@ -106,6 +108,12 @@ class Preparation:
                 entry.priority = priority
             return entry is not None
 
+    @property
+    def busy_s(self) -> float:
+        """For so many seconds a thread has been at one request; the longest time of all threads."""
+        with self._lock:
+            return time.monotonic() - min(self._begun_at.values(), default=math.inf)
+
     def close(self, timeout_s: float) -> bool:
         """Ends the threads.
 
@@ -127,9 +135,11 @@ class Preparation:
             with self._lock:
                 if entry not in self._lines.get(entry.line, ()):
                     continue
+                self._begun_at[entry.request.job] = time.monotonic()
             outcome = self._outcome(entry.request)
             form = _form_key(entry.request)
             with self._lock:
+                del self._begun_at[entry.request.job]
                 if form is not None and form not in self._known_forms:
                     self._known_forms.append(form)
                 entry.outcome = outcome

@@ -16,7 +16,8 @@ plan     answers what-if questions (:mod:`frameshard.engine.whatif`).
 replan   makes new plans while the main thread decodes (:mod:`frameshard.engine.replanner`).
 count    counts the tokens of prompts (:mod:`frameshard.engine.counting`).
 watch    reports the memory of device and host to the broker (:mod:`frameshard.engine.watch`), and gives host memory
-         back while the machine is short of it (:mod:`frameshard.engine.pressure`).
+         back while the machine is short of it (:mod:`frameshard.engine.pressure`). Ends an engine in which the
+         preparation of a request hangs.
 
 The process ends when the broker closes the socket, so it never outlives the broker.
 """
@@ -92,6 +93,10 @@ MEASURE_S = 30.0
 
 STUCK_S = 2.0
 """After a decode has made no progress for so many seconds, pings are not answered. One operation may take a second."""
+
+PREPARE_S = 300.0
+"""If a request is not ready to run after so many seconds, its thread hangs. The processes that render a prompt and
+check a form have a minute each, and are tried twice."""
 
 SPARES_AT_LOAD_S = 0.5
 """A launch takes host memory for the KV cache for at most so many seconds."""
@@ -191,7 +196,10 @@ class Engine:
         return EXIT_FATAL
 
     def _end_at_once(self, error: Exception) -> NoReturn:
-        """[any thread] Ends the process after a defect in a thread without which it would not obey any more."""
+        """[any thread] Ends the process, because a thread has failed without which it would not obey any more.
+
+        :param error: the reason; one that is not typed is a defect of this thread.
+        """
         os._exit(self._fatal(internal(logger, f"the engine's thread {threading.current_thread().name!r}", error)))
 
     def aborted(self, why: str) -> NoReturn:
@@ -564,6 +572,8 @@ class Engine:
         with contextlib.suppress(BrokerGone):
             while not self._stop:  # while the model is being freed, the figures mean nothing
                 time.sleep(WATCH_S)
+                if self._preparation is not None and self._preparation.busy_s > PREPARE_S:
+                    self._end_at_once(EngineDied(f"a request was not ready to run after {PREPARE_S:g} s"))
                 host.look()
                 pressure.look()
                 look = self._watcher.look(parked=self._budgets.parked)
