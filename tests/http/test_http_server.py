@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -370,7 +371,12 @@ def test_connections_are_limited(http: Server) -> None:
             stack.enter_context(socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S))
         refused = http.ask("GET", "/health")
         assert (refused.error["code"], refused.headers["retry-after"]) == ("overloaded", "1")
+        with socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S) as rude:
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+            assert rude.recv(1)
     until(lambda: http.ask("GET", "/health").status == 200)
+    until(lambda: http.metric("http_connections") == 1)
+    assert "Hypercorn failed" not in http.log.read_text()
 
 
 JUNK: list[Any] = [

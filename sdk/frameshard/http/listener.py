@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from functools import partial
 
 import trio
@@ -169,7 +170,7 @@ async def _refuse(connection: Connection) -> None:
     response = overloaded(503, f"there are {MAX_CONNECTIONS} connections").response()
     fields = b"".join(b"%s: %s\r\n" % field for field in response.raw_headers)
     head = b"HTTP/1.1 503 Service Unavailable\r\n" + fields + b"Connection: close\r\n\r\n"
-    with trio.move_on_after(LINGER_S):
+    with trio.move_on_after(LINGER_S), suppress(trio.BrokenResourceError):  # the client has left
         await connection.send_all(head + bytes(response.body))
         await connection.send_eof()
         while await connection.receive_some(1 << 16):
