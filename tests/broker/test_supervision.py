@@ -371,8 +371,10 @@ def test_an_image_that_kills_the_engine_fails_its_job_alone(
 
 @in_trio
 async def test_an_engine_that_dies_idle_is_off_after_a_while() -> None:
-    async with launch(engine=fake_engine(crash_when_idle=True), restart_limit=1) as client:
+    async with launch(engine=fake_engine(crash_when_idle=True), restart_limit=1, off_pause_s=600.0) as client:
         await until_off(client)
+        with pytest.raises(errors.EngineDied, match=f"{system.KILLED}, killed from outside, perhaps"):
+            await client.complete("one").completed()
 
 
 @in_trio

@@ -186,7 +186,7 @@ class Supervisor:
                 return
             logger.warning("the engine ended (%s) while %s", status, was.value)
             self._move("died")
-            death = self._reason(f"the engine ended with {status}")
+            death = self._reason(f"the engine ended with {status}", status)
             busy = self._owner.engine_busy()
             delay: float | None = 0.0
             if not self._owner.engine_lost(death):
@@ -287,12 +287,18 @@ class Supervisor:
     def _move(self, event: str) -> None:
         self.state = states.ENGINE[self.state][event]
 
-    def _reason(self, how: str) -> FrameshardError:
+    def _reason(self, how: str, status: str) -> FrameshardError:
         """The reason why the last engine ended: the error that it has reported; without one, `how` it ended and the
-        last lines of its output."""
+        last lines of its output.
+
+        :param status: as :meth:`_live` returns it.
+        """
         if self._fatal is not None:
             return self._fatal
-        how += f", killed because {self._killed_for}" if self._killed_for else ""
+        if self._killed_for:
+            how += f", killed because {self._killed_for}"
+        elif status == system.KILLED:
+            how += ", killed from outside, perhaps because memory ran out"
         wrote = str(self._words)
         return EngineDied(f"{how}: {wrote}" if wrote else how, last_words=wrote)
 
@@ -304,7 +310,7 @@ class Supervisor:
             wrote = str(self._words)
             how = f"llama.cpp ended with {status} while it loaded {model}"
             return BadModel(f"{how}: {wrote}" if wrote else how, last_words=wrote)
-        return self._reason(f"the engine ended while it loaded {model} ({status})")
+        return self._reason(f"the engine ended while it loaded {model} ({status})", status)
 
     async def _live(self) -> str:
         """Runs one engine process.
