@@ -380,11 +380,14 @@ void Stream::work() {
 }
 
 // Whether no token chooses an expert twice. GPUs sort the rows of a product with experts' weights by expert and would write
-// out of bounds; ggml-cpu does not. Only choices that come from outside of the graph need the check.
+// out of bounds; ggml-cpu does not. Only choices that come from outside of the graph need the check: before it runs, the
+// memory of others has what was there before.
 bool each_expert_once(const ggml_cgraph *graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor *node = graph->nodes[i], *ids = node->op == GGML_OP_MUL_MAT_ID ? node->src[2] : nullptr;
-        if (ids == nullptr || ids->op != GGML_OP_NONE) {
+        const auto makes_ids = [ids](const ggml_tensor *n) { return is_computed(n) && n->data == ids->data; };
+        if (ids == nullptr || ids->op != GGML_OP_NONE ||
+            std::any_of(graph->nodes, graph->nodes + i, makes_ids)) { // as the lookup of slots does
             continue;
         }
         for (int64_t t = 0; t < ids->ne[1]; t++) {

@@ -390,6 +390,34 @@ TEST(a_graph_that_uses_host_memory_is_refused) {
     CHECK(ggml_backend_graph_compute(backend, graph) == GGML_STATUS_FAILED);
 }
 
+TEST(a_token_that_chooses_an_expert_twice_loses_the_device) {
+    for (const bool made : {false, true}) { // the graph itself writes the choice: what was there before does not matter
+        Device device;
+        Backend backend(device.dev);
+        Tensors t;
+        ggml_tensor *weights = ggml_new_tensor_3d(t.ctx, GGML_TYPE_F32, 4, 4, 2);
+        ggml_tensor *table = ggml_new_tensor_2d(t.ctx, GGML_TYPE_I32, 1, 2);
+        ggml_tensor *rows = ggml_new_tensor_1d(t.ctx, GGML_TYPE_I32, 2);
+        ggml_tensor *lookup = ggml_get_rows(t.ctx, table, rows);
+        ggml_tensor *chosen = ggml_new_tensor_2d(t.ctx, GGML_TYPE_I32, 2, 1);
+        ggml_tensor *product =
+            ggml_mul_mat_id(t.ctx, weights, ggml_new_tensor_3d(t.ctx, GGML_TYPE_F32, 4, 1, 1), chosen);
+        t.allocate(device.dev);
+        ggml_backend_buffer_clear(t.buffer, 0); // expert 0, twice
+        const int32_t both[] = {0, 1};
+        ggml_backend_tensor_set(table, both, 0, sizeof(both));
+        ggml_backend_tensor_set(rows, both, 0, sizeof(both));
+        chosen->data = lookup->data;
+        ggml_cgraph *graph = ggml_new_graph(t.ctx);
+        if (made) {
+            ggml_build_forward_expand(graph, lookup);
+        }
+        ggml_build_forward_expand(graph, product);
+        CHECK(ggml_backend_graph_compute(backend, graph) == GGML_STATUS_SUCCESS);
+        CHECK(fs_emulated_get_stats(device.dev).lost == !made);
+    }
+}
+
 TEST(tensors_without_elements_have_no_memory_to_check) {
     Device d;
     Backend backend(d.dev);
