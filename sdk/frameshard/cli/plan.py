@@ -145,6 +145,7 @@ class _Forecast:
         from frameshard import native
         from frameshard.plan import corrections, memory, plans, routing
         from frameshard.plan.adapter import read_adapter, vram_bytes
+        from frameshard.plan.layout import lay_out
         from frameshard.plan.workload import Workload
         from frameshard.wire.launch import adapter_of
 
@@ -167,7 +168,8 @@ class _Forecast:
             host_budget_bytes=args.host_budget,
         )
         steps = memory.estimate_steps(model, self.device, workload)
-        fixed = memory.fixed_vram(model, self.device, overhead) + vram_bytes(files, steps.sizes[0][0])
+        unit_bytes = lay_out(model, self.device).sizes.unit_bytes
+        fixed = memory.fixed_vram(model, self.device, overhead) + vram_bytes(files, steps.sizes[0][0], unit_bytes)
         self.buffers = fixed + steps.floor_bytes
         self.context = memory.estimate_context(model, self.device, workload)
         self._corrections = corrections.NONE if args.profile else corrections.load(model, profile, "planned")

@@ -41,6 +41,7 @@ from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, Frame
 from frameshard.ggml import device_handle, disable_early_kernels
 from frameshard.native import EMULATED, ShardDevice, parse_device
 from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
+from frameshard.plan.layout import lay_out
 from frameshard.plan.memory import (
     check_context,
     check_kv_type,
@@ -402,7 +403,8 @@ class Runtime:
         if self.device is None:
             return
         stats = self.device.stats()
-        floor_bytes = stats.floor_bytes + (vram_bytes([file], self.floor_step) if spare else file.n_bytes)
+        unit_bytes = lay_out(self.model_info, self.device.inner).sizes.unit_bytes
+        floor_bytes = stats.floor_bytes + vram_bytes([file], self.floor_step if spare else 0, unit_bytes)
         if floor_bytes > stats.budget_bytes:
             raise BudgetBelowFloor(
                 f"with the adapter the floor is up to {-(-floor_bytes >> 20)} MiB, and the VRAM budget is"

@@ -36,11 +36,15 @@ class AdapterFile:
     fingerprint: str
 
 
-def vram_bytes(adapters: Sequence[AdapterFile], n_ubatch: int) -> int:
+def vram_bytes(adapters: Sequence[AdapterFile], n_ubatch: int, unit_bytes: int) -> int:
     """What adapters add to the floor, at most: their matrices, and what the compute buffers grow by, which is usually
-    nothing. Because their allocator may leave gaps, twice the bytes in use at once are counted."""
+    nothing. Because their allocator may leave gaps, twice the bytes in use at once are counted.
+
+    :param n_ubatch: the most tokens of a step; 0 for the matrices alone.
+    :param unit_bytes: the device gives VRAM in multiples of so many bytes.
+    """
     growth = max((each.token_bytes for each in adapters), default=0)
-    return sum(each.n_bytes for each in adapters) + 2 * n_ubatch * growth
+    return sum(-(-each.n_bytes // unit_bytes) * unit_bytes for each in adapters) + 2 * n_ubatch * growth
 
 
 def read_adapter(path: str | os.PathLike[str], model: Model) -> AdapterFile:
