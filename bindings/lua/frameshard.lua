@@ -1156,9 +1156,12 @@ function Sidecar:tool_results(results, options)
     made.call_id, made.content = id, text_of(results[id], "content")
     made.content_length = #results[id]
   end
-  return begin(self, options, function(client, made, number)
+  local keep = { results }
+  local job = begin(self, options, function(client, made, number)
     return lib.fs_tool_results(client, made_results, #ids, made, number)
   end)
+  keep[1] = nil -- the use here keeps the texts alive until after the call
+  return job
 end
 
 local function calls_of(calls, keep)

@@ -1,4 +1,5 @@
 -- tools.lua PYTHON MODEL: calls of tools and their results, through the C library with a real model.
+local ffi = require("ffi")
 local frameshard = require("frameshard")
 
 local sidecar = frameshard.launch({ python = arg[1], model = arg[2], device = "cpu", n_threads = 1 })
@@ -42,14 +43,36 @@ refused({ ["another id"] = "2 gold" }, { conversation = "mira" })
 refused(results, { conversation = "nobody" })
 refused(results, {})
 
+-- Results to which nothing else refers.
+local function results_of_the_game()
+  local made = {}
+  for id in pairs(results) do
+    made[id] = ("2 gold "):rep(20)
+  end
+  return made
+end
+
+-- Instead of ffi.new: frees what nothing refers to, and fills its memory, whenever the module makes a struct.
+local new, texts = ffi.new, {}
+local function reuse_memory(...)
+  collectgarbage()
+  for _ = 1, 200 do
+    texts[#texts + 1] = ("x"):rep(130) .. ("%010d"):format(#texts) -- as long as a result
+  end
+  return new(...)
+end
+
 -- A saved game keeps the calls that wait for their results.
 sidecar:load(sidecar:save("mira"), "later")
 for _, conversation in ipairs({ "mira", "later" }) do
-  local answer = sidecar:tool_results(results, { conversation = conversation, sampling = { max_tokens = 8, temperature = 0 } })
+  ffi.new = reuse_memory
+  local options = { conversation = conversation, sampling = { max_tokens = 8, temperature = 0 } }
+  local answer = sidecar:tool_results(results_of_the_game(), options)
+  ffi.new = new
   assert(#finished(answer) == 0)
   local told = sidecar:history(conversation)
   assert(told[1].role == "user" and told[2].role == "assistant", told[2].role)
-  assert(told[3].role == "tool" and told[3].content == "2 gold")
+  assert(told[3].role == "tool" and told[3].content == ("2 gold "):rep(20), told[3].content)
 end
 
 -- A question instead of results: the calls are forgotten.
