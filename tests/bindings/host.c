@@ -27,12 +27,13 @@ static int be_a_sidecar(void) {
     return 3;
 }
 
-static fs_client *launch(const char *self, const char *model) {
+static fs_client *launch(const char *self, const char *model, const char *log_file) {
     fs_launch_options options;
     fs_client *client = NULL;
     fs_launch_options_init(&options, sizeof options);
     options.model = model;
     options.python = self;
+    options.log_file = log_file;
     if (fs_launch(&options, &client) != FS_OK)
         fprintf(stderr, "%s: %s\n", model, fs_last_error(NULL));
     return client;
@@ -55,16 +56,19 @@ static int check(const char *what, int right) {
 }
 
 static int processes(const char *self) {
-    fs_client *client = launch(self, "refuse");
+    fs_client *client = launch(self, "refuse", NULL);
     int failed = check("a sidecar's error is heard", closes_with(client) == FS_MODEL_NOT_FOUND);
     fs_close(client, 3);
-    client = launch(self, "end");
+    client = launch(self, "end", NULL);
     failed += check("a sidecar that ends at once is noticed", closes_with(client) == FS_ENGINE_DIED);
     fs_close(client, 3);
-    client = launch(self, "hang");
+    client = launch(self, "hang", NULL);
     failed += check("a sidecar that says nothing loads", client != NULL && fs_state(client) == FS_STATE_LOADING);
     fs_close(client, 0.2); /* returns when the process has ended */
-    failed += check("a program that is not there is refused", launch("no/such/program", "end") == NULL);
+    failed += check("a program that is not there is refused", launch("no/such/program", "end", NULL) == NULL);
+    failed +=
+        check("a log that cannot be opened is named", launch(self, "end", "no/such/folder/log") == NULL &&
+                                                          strstr(fs_last_error(NULL), "cannot open no/such/") != NULL);
     return failed != 0;
 }
 

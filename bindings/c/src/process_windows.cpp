@@ -110,26 +110,29 @@ Process::~Process() { end(0); }
 
 bool Process::start(const std::string &python, const std::string &log_file, const std::string &line, std::string *why) {
     Inherited in, out, log;
-    auto fail = [&] {
-        *why = "cannot start " + python + ": " + last_error();
+    auto fail = [&](const std::string &what) {
+        *why = what + ": " + last_error();
         close_handle(&input_);
         close_handle(&output_);
         close_handle(&job_);
         close_handle(&process_);
         return false;
     };
+    const std::string no_start = "cannot start " + python;
     DWORD written = 0;
     if (!make_pipe(&input_, &in.handle, true) || !make_pipe(&output_, &out.handle, false) ||
         !WriteFile(input_, line.data(), DWORD(line.size()), &written, nullptr) || written != line.size()) {
-        return fail();
+        return fail(no_start);
     }
     log.handle = open_log(log_file);
+    if (log.handle == nullptr) {
+        return fail("cannot open " + (log_file.empty() ? std::string("a log") : log_file));
+    }
     job_ = CreateJobObjectW(nullptr, nullptr);
     JOBOBJECT_EXTENDED_LIMIT_INFORMATION limits{};
     limits.BasicLimitInformation.LimitFlags = JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE;
-    if (log.handle == nullptr || job_ == nullptr ||
-        !SetInformationJobObject(job_, JobObjectExtendedLimitInformation, &limits, sizeof limits)) {
-        return fail();
+    if (job_ == nullptr || !SetInformationJobObject(job_, JobObjectExtendedLimitInformation, &limits, sizeof limits)) {
+        return fail(no_start);
     }
 
     // The child inherits only these three handles. Others of the host would stay open as long as the sidecar runs.
@@ -139,7 +142,7 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
     std::vector<char> room(size);
     auto *attributes = reinterpret_cast<LPPROC_THREAD_ATTRIBUTE_LIST>(room.data());
     if (!InitializeProcThreadAttributeList(attributes, 1, 0, &size)) {
-        return fail();
+        return fail(no_start);
     }
     STARTUPINFOEXW startup{};
     startup.StartupInfo.cb = sizeof startup;
@@ -161,7 +164,7 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
                        CREATE_NO_WINDOW | CREATE_SUSPENDED | CREATE_UNICODE_ENVIRONMENT | EXTENDED_STARTUPINFO_PRESENT,
                        environment.data(), nullptr, &startup.StartupInfo, &started);
     if (!made) {
-        bool failed = fail();
+        bool failed = fail(no_start);
         DeleteProcThreadAttributeList(attributes);
         return failed;
     }
@@ -170,7 +173,7 @@ bool Process::start(const std::string &python, const std::string &log_file, cons
     if (!AssignProcessToJobObject(job_, process_)) {
         TerminateProcess(process_, kKilled);
         CloseHandle(started.hThread);
-        return fail();
+        return fail(no_start);
     }
     ResumeThread(started.hThread);
     CloseHandle(started.hThread);
