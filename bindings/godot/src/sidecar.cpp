@@ -1,6 +1,7 @@
 #include "sidecar.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 
 #include "properties.h"
@@ -48,7 +49,7 @@ std::string folder_of_game() { return engine::singleton("OS").call("get_executab
 std::string built_in() {
     for (const char *name : {"pythonw.exe", "python"}) {
         const std::string path = folder_of_game() + "/frameshard/sidecar/" + name;
-        if (std::ifstream(path).good()) {
+        if (std::ifstream(std::filesystem::u8path(path)).good()) {
             return path;
         }
     }
