@@ -14,7 +14,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#ifdef __APPLE__
+#include <crt_externs.h>
+#define environ (*_NSGetEnviron()) // a shared library has no `environ` there
+#else
 extern char **environ;
+#endif
 
 namespace frameshard_core {
 namespace {
