@@ -239,11 +239,13 @@ void Process::end(double timeout_s) {
     std::string how;
     for (int64_t left = int64_t(timeout_s * 1e9); left > 0 && !ended(&how); left -= kLookAgainNs) {
         timespec pause = {0, kLookAgainNs};
-        nanosleep(&pause, nullptr);
+        while (nanosleep(&pause, &pause) != 0 && errno == EINTR) { // the host's signals do not shorten the time
+        }
     }
     if (!ended(&how)) {
         kill(pid_, SIGKILL);
-        waitpid(pid_, nullptr, 0);
+        while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
+        }
         pid_ = 0;
     }
 }
