@@ -18,7 +18,8 @@ internal static class Scene
     {
         Sidecar.Set("model", arguments[0]).Set("python", arguments[1]).Set("device", "emulated").Set("nCtx", 1024);
         Sidecar.Set("targetFrameRate", 0.01f);
-        Npc.Set("sidecar", Sidecar).Set("persona", "You are Mira.");
+        Npc.Sidecar = Sidecar; // as a game does for an instance of a prefab
+        Npc.Persona = "You are Mira.";
         Innkeeper.Set("sidecar", Sidecar).Set("npc", Npc);
         Tavern.Set("sidecar", Sidecar).Set("npc", Npc);
         Sidecar.Call("OnEnable");
@@ -51,6 +52,7 @@ internal static class Scene
         PlayUntil(() => frames != null);
         Console.WriteLine($"ready: {IsReady(Innkeeper)} {IsReady(Tavern)}, loading told: {loaded > 0}");
         AskAndLeave();
+        LeaveInMidAnswer();
         KeepTheTextOfASave();
     }
 
@@ -61,6 +63,21 @@ internal static class Scene
         Npc.Call("OnDisable");
         PlayUntil(() => answers.All(answer => answer.IsCompleted) && !(bool)Innkeeper.Get("_busy"));
         Console.WriteLine(string.Join(" ", answers.Select(answer => answer.Status.ToString())));
+    }
+
+    private static void LeaveInMidAnswer()
+    {
+        var heard = 0;
+        Npc.OnToken += text => heard++;
+        Npc.OnResponse += text => heard++;
+        var answer = Npc.AskAsync("Tell me a long story.");
+        Sidecar.Set("eventsPerFrame", 1);
+        PlayUntil(() => heard > 0);
+        Sidecar.Client.Wait(60); // until the next part of the answer is there
+        Npc.Call("OnDisable");
+        heard = 0;
+        PlayUntil(() => answer.IsCompleted);
+        Console.WriteLine($"heard after the end: {heard}");
     }
 
     private static void KeepTheTextOfASave()

@@ -86,6 +86,7 @@ def test_objects_of_a_scene_hear_all_that_comes_after_their_start(
     assert result.stdout.splitlines() == [
         "ready: True True, loading told: True",
         "Canceled Canceled",
+        "heard after the end: 0",
         "RanToCompletion: You are Mira.",
     ]
 

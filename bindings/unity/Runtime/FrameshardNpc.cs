@@ -18,6 +18,7 @@ namespace Frameshard.Unity
         [SerializeField, Range(0, 5)] private float temperature = 0.8f;
 
         private readonly List<Job> _open = new List<Job>();
+        private int _stopped; // number of calls of Cancel: what was asked before the last one raises no event
 
         public event Action<string> OnToken;
         /// <summary>A whole sentence, for text to speech.</summary>
@@ -25,10 +26,26 @@ namespace Frameshard.Unity
         public event Action<string> OnResponse;
         public event Action<Exception> OnError;
 
-        /// <summary>Name of the conversation, for <see cref="Sidecar.Save"/>, <see cref="Sidecar.Load"/> and
-        /// <see cref="Sidecar.History"/>. Characters with the same name share one conversation, so give each instance
-        /// of a prefab a name of its own. Setting it holds for later questions; null or "": the name of this
-        /// object.</summary>
+        /// <summary>The sidecar that answers. Set it for instances of a prefab and for the characters of later scenes:
+        /// neither can refer to an object of another scene. It holds for later questions.</summary>
+        public FrameshardSidecar Sidecar
+        {
+            get => sidecar;
+            set => sidecar = value;
+        }
+
+        /// <summary>The system text of the conversation. Setting it holds for later questions. null or "": that of the
+        /// conversation stays.</summary>
+        public string Persona
+        {
+            get => persona;
+            set => persona = value ?? "";
+        }
+
+        /// <summary>Name of the conversation, for <see cref="Frameshard.Sidecar.Save"/>,
+        /// <see cref="Frameshard.Sidecar.Load"/> and <see cref="Frameshard.Sidecar.History"/>. Characters with the same
+        /// name share one conversation, so give each instance of a prefab a name of its own. Setting it holds for later
+        /// questions; null or "": the name of this object.</summary>
         public string Conversation
         {
             get => conversation.Length > 0 ? conversation : name;
@@ -43,6 +60,8 @@ namespace Frameshard.Unity
         {
             if (sidecar == null || (sidecar.Client == null && sidecar.Error == null))
                 throw new InvalidOperationException("FrameshardNpc needs an enabled FrameshardSidecar");
+            var before = _stopped;
+            Func<bool> isHeard = () => _stopped == before;
             try
             {
                 if (sidecar.Client == null) throw sidecar.Error;
@@ -53,15 +72,15 @@ namespace Frameshard.Unity
                     System = persona.Length > 0 ? persona : null, // "" would erase the system text of a save
                     Sampling = new Sampling { MaxTokens = maxTokens, Temperature = temperature },
                     Sentences = OnSentence != null,
-                }, delta => OnToken?.Invoke(delta), cancellation);
-                job.OnSentence += sentence => OnSentence?.Invoke(sentence);
+                }, delta => { if (isHeard()) OnToken?.Invoke(delta); }, cancellation);
+                job.OnSentence += sentence => { if (isHeard()) OnSentence?.Invoke(sentence); };
                 var answer = await Finished(job);
-                OnResponse?.Invoke(answer.Text);
+                if (isHeard()) OnResponse?.Invoke(answer.Text);
                 return answer.Text;
             }
             catch (FrameshardException error)
             {
-                OnError?.Invoke(error);
+                if (isHeard()) OnError?.Invoke(error);
                 throw;
             }
         }
@@ -79,9 +98,10 @@ namespace Frameshard.Unity
             }
         }
 
-        /// <summary>Cancels all questions that are not answered yet.</summary>
+        /// <summary>Cancels all questions that are not answered yet. No event is raised for them any more.</summary>
         public void Cancel()
         {
+            _stopped++;
             foreach (var job in _open) job.Cancel();
         }
 
