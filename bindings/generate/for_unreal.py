@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,8 +75,10 @@ def _fields(struct: for_c.Struct) -> Iterator[dict[str, Any]]:
 
 
 def _properties(struct: for_c.Struct, specifiers: str) -> Iterator[str]:
+    names = {field["name"]: _name(field) for field in _fields(struct)}
     for field in _fields(struct):
-        lines = textwrap.wrap(_text(field), 108)
+        text = re.sub(r"`(\w+)`", lambda word: f"`{names.get(word[1], word[1])}`", _text(field))
+        lines = textwrap.wrap(text, 108)
         yield "\t/** " + "\n\t * ".join(lines) + " */"
         words = specifiers
         if struct.name == "fs_launch_options" and field["name"] not in COMMON:

@@ -86,7 +86,7 @@ public:
 
 	/** Path of the GGUF file of a draft model: a small model with the same vocabulary; empty: none. It drafts text
 	 * that does not repeat, where that is faster. It runs on the CPU; its weights and its KV cache (at most 16,384
-	 * tokens) are in host memory. It is not loaded with `speculate` off, without a GPU, or with recurrent models. */
+	 * tokens) are in host memory. It is not loaded with `Speculate` off, without a GPU, or with recurrent models. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay)
 	FString DraftModel;
 
@@ -125,12 +125,13 @@ public:
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double HangStillSeconds = 5;
 
-	/** Number of engine deaths within `restart_window_s` that are followed by a restart; after one more, the engine
-	 * is off for `off_pause_s`. Deaths while a job runs do not count, and each new token starts the count again. */
+	/** Number of engine deaths within `RestartWindowSeconds` that are followed by a restart; after one more, the
+	 * engine is off for `OffPauseSeconds`. Deaths while a job runs do not count, and each new token starts the
+	 * count again. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000"))
 	int32 RestartLimit = 3;
 
-	/** Time span in which `restart_limit` counts deaths. */
+	/** Time span in which `RestartLimit` counts deaths. */
 	UPROPERTY(Config, EditAnywhere, Category = "Sidecar", AdvancedDisplay, meta = (ClampMin = "0", ClampMax = "1000000"))
 	double RestartWindowSeconds = 300;
 

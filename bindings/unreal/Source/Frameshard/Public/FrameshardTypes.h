@@ -352,7 +352,7 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	TArray<FString> Stop;
 
-	/** A JSON schema. The answer is JSON that matches it, unless `max_tokens` or `stop` ends the answer early;
+	/** A JSON schema. The answer is JSON that matches it, unless `MaxTokens` or `Stop` ends the answer early;
 	 * empty: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FString JsonSchema;
@@ -370,8 +370,8 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1"))
 	double TypicalP = 1;
 
-	/** XTC sampling: the chance that all tokens above `xtc_threshold`, except the least likely of them, are
-	 * removed; 0: off. */
+	/** XTC sampling: the chance that all tokens above `XtcThreshold`, except the least likely of them, are removed;
+	 * 0: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "1"))
 	double XtcProbability = 0;
 
@@ -379,7 +379,7 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "0.5"))
 	double XtcThreshold = 0.1;
 
-	/** The answer is exactly one of these strings. Set at most one of `json_schema`, `choices`, `regex` and `lark`. */
+	/** The answer is exactly one of these strings. Set at most one of `JsonSchema`, `Choices`, `Regex` and `Lark`. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	TArray<FString> Choices;
 
@@ -396,8 +396,8 @@ struct FRAMESHARD_API FFrameshardAskParams
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	TArray<FFrameshardLogitBias> LogitBias;
 
-	/** DRY sampling: a token that would repeat a sequence of n tokens, n at least `dry_allowed_length`, loses
-	 * `dry_multiplier` * `dry_base` ^ (n - `dry_allowed_length`) of its logit; 0: off. */
+	/** DRY sampling: a token that would repeat a sequence of n tokens, n at least `DryAllowedLength`, loses
+	 * `DryMultiplier` * `DryBase` ^ (n - `DryAllowedLength`) of its logit; 0: off. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0", ClampMax = "100"))
 	double DryMultiplier = 0;
 
@@ -502,7 +502,7 @@ struct FRAMESHARD_API FFrameshardLease
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	EFrameshardLeaseState State = EFrameshardLeaseState::Active;
 
-	/** Limit for all VRAM that the sidecar uses; 0: no limit. If `state` is not `active`: the budget to use once it
+	/** Limit for all VRAM that the sidecar uses; 0: no limit. If `State` is not `active`: the budget to use once it
 	 * is active again. In MiB. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard", meta = (ClampMin = "0"))
 	double VramBudgetMb = 0;
