@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
+import frameshard
 import servers
 import sidecars
 from frameshard.testing import fake_engine
 
+FS_EVENT_TEXT = 3
 REPO = Path(__file__).parents[2]
 BUILT = os.environ.get("FRAMESHARD_BINDINGS")
 """The directory in which `make bindings` has built the C library and programs with it."""
@@ -176,6 +180,24 @@ def test_an_image_in_c(built: Path, model_path: Path, mmproj_path: Path, tmp_pat
         event for event in ask_the_runner(built, [{"do": "launch", "options": sees}, ask], "failed") if event["job"]
     ][-1:]
     assert failed["status"] == "unsupported"
+
+
+def test_a_client_that_does_not_wait_says_goodbye(built: Path, tmp_path: Path) -> None:
+    """fs_close with the timeout 0 cancels the jobs at a sidecar that goes on."""
+    library = ctypes.CDLL(str(built / "libframeshard.so"))
+    library.fs_close.argtypes = [ctypes.c_void_p, ctypes.c_double]
+    client, event = ctypes.c_void_p(), ctypes.create_string_buffer(1024)
+    with servers.sidecar(tmp_path, silent_s=1e6, engine=fake_engine(endless=True, delay_s=0.1)) as (connect_file, _):
+        assert library.fs_connect(str(connect_file).encode(), None, ctypes.byref(client)) == 0
+        assert library.fs_ask(client, b"Hello!", -1, None, None) == 0
+        servers.until(lambda: library.fs_poll(client, event, 1024, 1) == 1 and event.raw[0] == FS_EVENT_TEXT)
+        library.fs_close(client, 0)
+
+        async def jobs_running() -> int:
+            async with frameshard.connect(connect_file) as other:
+                return (await other.stats()).broker.jobs_running
+
+        servers.until(lambda: trio.run(jobs_running) == 0)
 
 
 def test_a_path_of_an_adapter_is_relative_to_the_game(built: Path, tmp_path: Path) -> None:

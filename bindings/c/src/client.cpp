@@ -56,6 +56,7 @@ constexpr double kLongestWaitSeconds = 3600.0;
 constexpr double kEndSeconds = 3.0; // time for a process to end after its output has ended
 constexpr size_t kMaxName = 128;    // bytes of a conversation's name
 constexpr int kHighWater = 256, kHandshakeMs = 1000;
+constexpr int kGoodbyeLingerMs = 100; // for a sidecar that does not read; any other one takes the message at once
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
@@ -654,8 +655,12 @@ void fs_close(fs_client *client, double timeout_s) {
     }
     double deadline = now() + (timeout_s > 0 ? std::min(timeout_s, 3600.0) : 0);
     guarded([&] {
-        if (client->socket != nullptr && !client->session.lost() && timeout_s > 0 &&
-            !client->session.model().is_null()) {
+        bool open = client->socket != nullptr && !client->session.lost() && !client->session.model().is_null();
+        if (open && !client->launched && !(timeout_s > 0)) {
+            client->session.request({{"t", "bye"}}); // its answer is not waited for
+            client->flush();
+            set(client->socket, ZMQ_LINGER, kGoodbyeLingerMs);
+        } else if (open && timeout_s > 0) {
             uint64_t goodbye = client->session.request({{"t", client->launched ? "shutdown" : "bye"}});
             double enough = std::min(deadline, now() + kGoodbyeSeconds);
             while (!client->session.lost() && !client->session.answered(goodbye) && now() < enough) {
