@@ -844,42 +844,45 @@ FS_API fs_status fs_frame_get_answer(const fs_frame_block *block, fs_frame_answe
 enum {
     /* The model is loaded. text: the file's name; floor_bytes, full_bytes; detail: the protocol's ModelInfo. */
     FS_EVENT_READY = 1,
-    /* The job has started to run. job, timeline, n_prompt, seed, n_dropped. */
+    /* The job has started to run. job, timeline, n_prompt, seed, n_dropped, remote. */
     FS_EVENT_STARTED = 2,
     /* The next part of the answer. job, timeline, text, tokens, sentence_end. The text never ends within a UTF-8
        character. */
     FS_EVENT_TEXT = 3,
     /* The answer is complete. job, timeline, reason, n_prompt, n_generated, n_reused, n_left, n_dropped, n_thought,
-       prefill_s, decode_s. */
+       prefill_s, decode_s, remote. */
     FS_EVENT_DONE = 4,
     /* The job has failed; text sent before stays valid. job, timeline, status, text: the reason; detail. Also sent for
        jobs that wait when the launch fails, and for open jobs when the connection to the sidecar is lost. */
     FS_EVENT_FAILED = 5,
     /* The job was cancelled. job, timeline. */
     FS_EVENT_CANCELLED = 6,
-    /* The sidecar has released VRAM down to the budget. request, budget_bytes, used_bytes, seconds. */
+    /* The sidecar has released VRAM down to the budget. request, budget_bytes, used_bytes, seconds; host_budget_bytes,
+       host_used_bytes. */
     FS_EVENT_BUDGET_RELEASED = 7,
-    /* The VRAM that the driver counts after the release. request, observed_bytes, seconds. */
+    /* The VRAM that the driver counts after the release. request, observed_bytes, host_observed_bytes, seconds. */
     FS_EVENT_BUDGET_OBSERVED = 8,
     /* Answer to fs_get_budget. request, lease_state, version, budget_bytes, floor_bytes, full_bytes, used_bytes,
-       wanted_bytes. */
+       wanted_bytes; host_budget_bytes, host_floor_bytes, host_used_bytes. */
     FS_EVENT_BUDGET = 9,
-    /* Answer to fs_get_stats. request, detail: {"broker": BrokerStats, "engine": {...} or null}. */
+    /* Answer to fs_get_stats. request, engine_state, restarts; detail: {"broker": BrokerStats, "engine": {...} or
+       null}. */
     FS_EVENT_STATS = 10,
-    /* The sidecar has refused a request. request, status, text: the reason; detail; floor_bytes if the status is
-       FS_BUDGET_BELOW_FLOOR. */
+    /* The sidecar has refused a request. request, status, text: the reason; detail; floor_bytes or host_floor_bytes if
+       the status is FS_BUDGET_BELOW_FLOOR. */
     FS_EVENT_REFUSED = 11,
     /* The engine process has changed its state. engine_state, restarts; status, text and detail if it is off. An engine
        that is off may come back. After a restart, jobs continue on their own. */
     FS_EVENT_ENGINE = 12,
     /* The client is closed. This is its last event; its jobs have ended before. status, text: the reason; detail. */
     FS_EVENT_CLOSED = 13,
-    /* The decision about a lease. request, decision, budget_bytes, seconds, version. */
+    /* The decision about a lease. request, decision, budget_bytes, host_budget_bytes, seconds, version. */
     FS_EVENT_LEASE = 14,
-    /* News from the sidecar that answers no request. notice, budget_bytes, seconds, text: a sentence. */
+    /* News from the sidecar that answers no request. notice, budget_bytes, host_budget_bytes, seconds, text: a
+       sentence. */
     FS_EVENT_NOTICE = 15,
     /* Answer to fs_get_caps. request, text: name of the device; total_bytes, free_bytes, floor_bytes, full_bytes;
-       detail: the protocol's caps_and_requirements. */
+       host_total_bytes, host_free_bytes, host_floor_bytes; detail: the protocol's caps_and_requirements. */
     FS_EVENT_CAPS = 16,
     /* Answer to fs_get_plan. request, budget_bytes, fits, ttft_s, tokens_per_second, resident_bytes, streamed_bytes,
        cpu_bytes. */
@@ -904,7 +907,7 @@ enum {
     FS_EVENT_RESUMED = 24,
     /* Answer to fs_count_tokens, fs_count_chat_tokens and fs_count_chat_tokens_with_tools. request, n_tokens, n_left. */
     FS_EVENT_TOKEN_COUNT = 25,
-    /* Answer to fs_embed. request, n_dim, n_rows, rows. */
+    /* Answer to fs_embed. request, n_dim, n_rows, rows, n_tokens. */
     FS_EVENT_EMBEDDINGS = 26,
     /* The next part of what the model thinks before it answers; in no FS_EVENT_TEXT. Only for jobs with `thinking`
        "shown". job, timeline, text, tokens. */
@@ -943,9 +946,9 @@ enum {
 enum {
     /* generated: LoadingStage */
 
-    FS_LOADING_READ = 1,
-    FS_LOADING_PROFILE = 2,
-    FS_LOADING_FILL = 3,
+    FS_LOADING_READ = 1,    /* the model file is read */
+    FS_LOADING_PROFILE = 2, /* the machine's profile is read or estimated */
+    FS_LOADING_FILL = 3,    /* weights are copied to VRAM */
     /* end of LoadingStage */
 };
 /* The decision about a lease. */
@@ -966,7 +969,7 @@ enum {
     FS_NOTICE_OTHER_PROCESS = 5, /* another process uses VRAM that the lease grants */
     FS_NOTICE_STATE = 6,         /* the lease has changed its state */
     FS_NOTICE_HTTP = 7,          /* the HTTP server has ended; it is started again in `seconds` */
-    FS_NOTICE_HOST_PRESSURE = 8,
+    FS_NOTICE_HOST_PRESSURE = 8, /* the system is short of host memory, or no longer: see host_budget_bytes */
     /* end of NoticeKind */
 };
 
