@@ -166,10 +166,18 @@ void play_without_a_sidecar(UFrameshardSettings &settings) {
     sidecar.SetPriority(3, 2); // of a job that has ended
     sidecar.Tick(0);
     check("refuses every request", errors == 7 && answers == 0);
-    sidecar.Deinitialize();
+
+    const FString python = settings.Python;
+    settings.Python = TEXT("/bin/false");
+    sidecar.OnError.Listeners.push_back([&](const FString &, int32) { sidecar.Deinitialize(); });
+    sidecar.Launch();
+    play(sidecar, [&] { return errors == 8; });
+    check("may end in a listener", errors == 8 && !sidecar.IsReady());
+    settings.Python = python;
 }
 
-void refuse_frame_times(UFrameshardSubsystem &sidecar, UFrameshardSettings &settings) {
+/* Launches again. `ended` is a node whose answer has ended in an earlier session. */
+void refuse_frame_times(UFrameshardSubsystem &sidecar, UFrameshardSettings &settings, UFrameshardAskAsync &ended) {
     int refused = 0, ready = 0, lost = 0;
     sidecar.OnReady.Listeners.push_back([&] { ++ready; });
     sidecar.OnError.Listeners.push_back([&](const FString &message, int32 code) {
@@ -183,6 +191,25 @@ void refuse_frame_times(UFrameshardSubsystem &sidecar, UFrameshardSettings &sett
     settings.TargetFrameMs = 16.7;
     settings.EventsPerFrame = 64;
     check("refuses a frame time out of range", ready == 1 && refused == 1 && lost == 1);
+
+    constexpr int questions = 24; // more than the earlier session had, so that one has the node's number
+    int ends = 0, cancelled = 0;
+    FFrameshardAskParams params;
+    params.MaxTokens = 1;
+    params.Conversation = TEXT("queue"); // so that all but the first one still wait when the node is cancelled
+    for (int i = 0; i < questions; ++i) {
+        FFrameshardListener listener;
+        listener.OnEnd = [&](const FFrameshardAnswer &, int32 code, const FString &) {
+            ++ends;
+            cancelled += code == FS_CANCELLED;
+        };
+        int64 job = 0;
+        FString error;
+        sidecar.Ask(TEXT("Hello!"), params, std::move(listener), job, error);
+    }
+    ended.Cancel();
+    play(sidecar, [&] { return ends == questions; });
+    check("a node of an earlier session cancels nothing", ends == questions && cancelled == 0);
     sidecar.OnReady.Listeners.pop_back();
     sidecar.OnError.Listeners.pop_back();
 }
@@ -421,7 +448,7 @@ int main(int argc, char **argv) {
     play(sidecar, [&] { return cancelled != 0; });
     check("a node is cancelled", cancelled == FS_CANCELLED && node->Ready);
 
-    refuse_frame_times(sidecar, *settings);
+    refuse_frame_times(sidecar, *settings, *node);
     close_with_requests(sidecar);
     lost = 0;
 

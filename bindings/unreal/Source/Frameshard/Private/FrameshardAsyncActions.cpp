@@ -90,6 +90,7 @@ void UFrameshardAskAsync::Activate()
 	{
 		if (UFrameshardAskAsync* Self = Weak.Get())
 		{
+			Self->Job = 0; // a later session may have a job of this number
 			if (Code == FS_OK)
 			{
 				Self->OnCompleted.Broadcast(Answer);

@@ -691,9 +691,9 @@ void UFrameshardSubsystem::SetPriority(int64 Job, int32 Priority)
 void UFrameshardSubsystem::Tick(float)
 {
 	CallDue();
-	if (Game)
+	if (const std::shared_ptr<frameshard::Game> Pumped = Game) // a listener may end the game instance
 	{
-		Game->pump(std::max(1, GetDefault<UFrameshardSettings>()->EventsPerFrame));
+		Pumped->pump(std::max(1, GetDefault<UFrameshardSettings>()->EventsPerFrame));
 	}
 }
 
