@@ -18,12 +18,15 @@ namespace Frameshard.Unity
         [SerializeField, Range(0, 5)] private float temperature = 0.8f;
 
         private readonly List<Job> _open = new List<Job>();
+        private bool _telling; // of an error
         private int _stopped; // number of calls of Cancel: what was asked before the last one raises no event
 
         public event Action<string> OnToken;
         /// <summary>A whole sentence, for text to speech.</summary>
         public event Action<string> OnSentence;
         public event Action<string> OnResponse;
+        /// <summary>Why a question has no answer. A question that a handler asks and that fails at once only ends its
+        /// task.</summary>
         public event Action<Exception> OnError;
 
         /// <summary>The sidecar that answers. Set it for instances of a prefab and for the characters of later scenes:
@@ -80,8 +83,24 @@ namespace Frameshard.Unity
             }
             catch (FrameshardException error)
             {
-                if (isHeard()) OnError?.Invoke(error);
+                if (isHeard()) Tell(error);
                 throw;
+            }
+        }
+
+        /// <summary>A handler may ask again: if that fails at once, its task says so, and the handler does not call
+        /// itself.</summary>
+        private void Tell(FrameshardException error)
+        {
+            if (_telling) return;
+            _telling = true;
+            try
+            {
+                OnError?.Invoke(error);
+            }
+            finally
+            {
+                _telling = false;
             }
         }
 
