@@ -71,9 +71,11 @@ namespace Frameshard.Unity
 
         /// <summary>Limits all VRAM that the sidecar uses to <paramref name="mb"/> MiB; 0: no limit. The task ends
         /// when the VRAM above the limit is released.</summary>
+        /// <exception cref="FrameshardException">The sidecar could not be started, or has ended.</exception>
         /// <exception cref="InvalidOperationException">This component is not enabled.</exception>
         public Task<BudgetResult> SetBudgetAsync(float mb, CancellationToken cancellation = default(CancellationToken))
         {
+            if (Client == null && Error != null) throw Error;
             if (Client == null) throw new InvalidOperationException("FrameshardSidecar is not enabled");
             return Client.SetBudgetAsync(mb, cancellation: cancellation);
         }
