@@ -48,6 +48,7 @@ from frameshard.errors import (
     EngineDied,
     FrameshardError,
     JobCancelled,
+    Unsupported,
     VersionMismatch,
     again,
     only_cause,
@@ -1305,10 +1306,16 @@ def launch(
     :param options: see :class:`frameshard.options.LaunchOptions`: `device` (``auto``: the best GPU, or the CPU if
         there is none), `n_ctx`, `n_parallel`, `mmproj`, ...
     :raises BadArgument: an option is unknown or has a wrong value.
+    :raises Unsupported: this program is frozen or embeds Python, so that there is no Python to run the sidecar with.
 
     Entering the block raises the error of a failed load: :class:`ModelNotFound`, :class:`BadModel`,
     :class:`UnknownDevice`, :class:`BudgetBelowFloor`, ...
     """
+    if getattr(sys, "frozen", False) or not sys.executable:
+        raise Unsupported(  # the program itself would be started again instead of a sidecar
+            "a frozen program, or one that embeds Python, has no Python to run the sidecar with: start the command"
+            " `frameshard serve --connect-file FILE` of a bundle, then connect(FILE)"
+        )
     fields: dict[str, Any] = {**options}
     for path in ("mmproj", "draft_model", "embedder", "fallback_key_file"):
         given = fields.pop(path, None)

@@ -461,6 +461,15 @@ async def test_bad_arguments(shared_sidecar: Path) -> None:
             assert (await stream.completed()).text == "x"
 
 
+def test_a_frozen_program_does_not_start_itself_as_a_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyInstaller and its like set `frozen`. Where Python is embedded, there may be no executable."""
+    for name, value in (("frozen", True), ("executable", ""), ("executable", None)):
+        with monkeypatch.context() as program:
+            program.setattr(sys, name, value, raising=False)
+            with pytest.raises(errors.Unsupported, match=r"of a bundle, then connect\(FILE\)"):
+                launch()
+
+
 @in_both
 async def test_errors_come_out_of_the_block_as_they_are() -> None:
     with pytest.raises(KeyError):
