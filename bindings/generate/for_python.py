@@ -28,6 +28,12 @@ from frameshard.tools import Tool
 from frameshard.wire.messages import Sampling
 '''
 
+# What is a list elsewhere, and a map by name in Python.
+WORDS_OF_MAPS = {
+    "each as `NAME=PATH` of a GGUF file": "as paths of GGUF files by name",
+    "LoRA adapters, for the whole job.": 'LoRA adapters, for the whole job, as scales by name: `{"pirate": 0.8}`.',
+}
+
 KINDS = {"text": "str", "int": "int", "number": "float", "bool": "bool"}
 
 
@@ -57,6 +63,8 @@ def _class(name: str, about: str, fields: Iterable[dict[str, Any]]) -> str:
 
 def _member(field: dict[str, Any]) -> Iterator[str]:
     name, text, default = field["name"], field["text"], field.get("default")
+    for elsewhere, here in WORDS_OF_MAPS.items() if name == "adapters" else ():
+        text = text.replace(elsewhere, here)
     if field.get("unit") == "bytes" and name.endswith("_bytes") and field["max"] == 2**53 - 1:
         yield f"    {name.removesuffix('_bytes')}_mb: float"
         text += " In MiB."

@@ -48,8 +48,7 @@ class LaunchOptions(TypedDict, total=False):
     of quality. Refused with `unsupported` if the model's attention head size is not a multiple of 32. On NVIDIA GPUs
     the floor stays the same, because a prompt also needs one layer's whole context in 16 bits. By default f16."""
     adapters: Mapping[str, str | os.PathLike[str]]
-    """LoRA adapters that jobs may use, each as `NAME=PATH` of a GGUF file. Their weights are in VRAM at every
-    budget."""
+    """LoRA adapters that jobs may use, as paths of GGUF files by name. Their weights are in VRAM at every budget."""
     kv_cache_mb: float
     """Host memory for KV caches of conversations without a sequence of their own, of paused jobs and of texts that
     several jobs begin with. The least recently used are dropped; 0: none are kept. In MiB. By default 512."""
@@ -144,7 +143,8 @@ class JobOptions(TypedDict, total=False):
     """The prompt is only read, so that later jobs whose prompt begins with it need not read it. All other jobs go
     first. The job ends with `done` and has no text. By default False."""
     adapters: Mapping[str, float]
-    """LoRA adapters, for the whole job. Jobs with equal adapters are computed together, others in turns."""
+    """LoRA adapters, for the whole job, as scales by name: `{"pirate": 0.8}`. Jobs with equal adapters are computed
+    together, others in turns."""
     deadline_ms: int
     """Milliseconds from now to the job's first token. Of jobs of equal priority the one with the earliest deadline goes
     first. A job without a token by then fails with `deadline_missed`; 0: no deadline. By default 0."""
