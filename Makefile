@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONUNBUFFERED := 1
 
 SOURCES := $(shell find sdk native -type f -not -path '*/__pycache__/*' -not -path '*/.*') pyproject.toml README.md
-PYTHON_CODE := sdk tests samples native profiles bindings/packages .assets
+PYTHON_CODE := sdk tests samples native profiles bindings .assets
 C_CODE = $(shell find native bindings/c bindings/godot tests -name '*.h' -o -name '*.cpp' -o -name '*.c')
 NATIVE_BUILD = cmake -S native -G Ninja "-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python" -DFRAMESHARD_TESTS=ON \
   "-DFRAMESHARD_GPU_MODULES=$$(cat $(VENV)/gpu_modules)"

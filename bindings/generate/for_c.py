@@ -208,8 +208,8 @@ def event_members(manifest: Manifest) -> list[Member]:
         "text_length": "Length of `text` in bytes, without the NUL.",
         "detail_length": "Length of `detail` in bytes, without the NUL.",
         "reserved": "Always 0.",
-        "n_dropped": "FS_EVENT_STARTED, FS_EVENT_DONE of a job of fs_ask: how many of the conversation's oldest questions, "
-        "with their answers, are not in the prompt because the context is full.",
+        "n_dropped": "FS_EVENT_STARTED, FS_EVENT_DONE of a job of fs_ask: how many of the conversation's oldest "
+        "questions, with their answers, are not in the prompt because the context is full.",
         "n_rows": "Number of rows in `rows`: one for each text, in the order of fs_embed.",
         "rows": "`n_rows` times `n_dim` floats. The squares of each row add up to 1. Valid as long as `text`.",
     }

@@ -17,7 +17,17 @@ TYPES = MODULE / "Public" / "FrameshardTypes.h"
 SETTINGS = MODULE / "Public" / "FrameshardSettings.h"
 OPTIONS = MODULE / "Private" / "FrameshardOptions.h"
 
-ENUMS = ("LeaseState", "EngineState", "Decision", "NoticeKind", "Reason", "Phase", "LoadingStage", "ImageFormat", "SchedulingMode")
+ENUMS = (
+    "LeaseState",
+    "EngineState",
+    "Decision",
+    "NoticeKind",
+    "Reason",
+    "Phase",
+    "LoadingStage",
+    "ImageFormat",
+    "SchedulingMode",
+)
 # People set these in MiB.
 SIZES = {
     "vram_budget_bytes": "VramBudgetMb",
