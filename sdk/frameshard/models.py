@@ -307,8 +307,12 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         raise _not_built(name, path)
     if name and path.exists():
         raise ModelNotFound(f"{name} is not a file", path=name)
-    names = f"known names are {', '.join([*KNOWN, *VISION])}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
-    raise ModelNotFound(f"no model file {name or repr(name)}; {names}", path=name)
+    raise ModelNotFound(f"no model file {name or repr(name)}; {_names()}", path=name)
+
+
+def _names() -> str:
+    """The names that can be fetched, for errors."""
+    return f"known names are {', '.join([*KNOWN, *VISION])}, and hf:OWNER/REPO/FILE.gguf fetches from Hugging Face"
 
 
 def is_file(path: Path) -> bool:
@@ -357,7 +361,7 @@ def fetch(name: str, *, sha256: str | None = None, on_progress: OnProgress | Non
     elif name in _BUILT:
         raise _not_built(name, path)
     else:
-        raise ModelNotFound(f"{name} is not a model that can be fetched; known names are {', '.join(KNOWN)}", name=name)
+        raise ModelNotFound(f"{name} is not a model that can be fetched; {_names()}", name=name)
     return path
 
 
