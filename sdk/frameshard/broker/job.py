@@ -39,7 +39,7 @@ class Job:
     connection: ServerConnection
     request: m.Submit
     seed: int
-    wanted: int
+    asked_priority: int
     """The priority that its client asked for; that of a warm-up is idle."""
     due: float = math.inf
     """The time by which it must have a token; infinite without a deadline, and once it has a token."""
@@ -104,7 +104,7 @@ class Job:
         """The priority that was asked for or inherited, raised after many jobs have overtaken it. It may exceed the
         highest priority, so that no job waits for ever, also not for urgent jobs with deadlines. A warm-up waits for
         all jobs, except for those that wait for it."""
-        level = max(self.wanted, self.inherited)
+        level = max(self.asked_priority, self.inherited)
         return level if level == em.IDLE_PRIORITY else level + self.overtaken // OVERTAKEN_PER_RANK
 
     def command(self) -> em.Submit:

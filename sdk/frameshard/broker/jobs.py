@@ -126,10 +126,10 @@ class Jobs:
         seed = secrets.randbits(32) if request.sampling.seed is None else request.sampling.seed
         images = self._images.hold(request.images)
         self._numbers += 1
-        wanted = em.IDLE_PRIORITY if request.warm_up else request.priority
+        priority = em.IDLE_PRIORITY if request.warm_up else request.priority
         due = now + request.deadline_ms / 1000 if request.deadline_ms else math.inf
         away = Away(self.may_go(request))
-        job = Job(self._numbers, connection, request, seed, wanted, due, images=images, away=away)
+        job = Job(self._numbers, connection, request, seed, priority, due, images=images, away=away)
         self._jobs[self._numbers] = job
         self.held_bytes += _size(request)
         connection.open(request.job, request.timeline, request.window)
@@ -152,7 +152,7 @@ class Jobs:
         """
         job = self._find(connection, job_id)
         if job is not None and not job.request.warm_up:
-            job.wanted = priority
+            job.asked_priority = priority
             self._fill_slots()
 
     @property

@@ -81,7 +81,7 @@ class Runtime:
         self.floor_lock = threading.Lock()
         """[any thread] Held while the floor may rise, and while the budget is changed."""
         self.observer: Observer | None = None
-        """What NVML counts for this process; ``None`` without a real GPU."""
+        """What the driver counts for this process; ``None`` without a real GPU."""
         self._llama: Llama | None = None
         self._adapters: Adapters | None = None
         self._tokenizer: Tokenizer | None = None
