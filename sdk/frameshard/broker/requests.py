@@ -109,23 +109,7 @@ class Requests:
         :raises FrameshardError: the request is refused; the caller sends this error as the answer.
         """
         if isinstance(request, m.Submit):
-            if self._supervisor.state is states.Engine.OFF:
-                self._supervisor.wake()
-                if not self._jobs.may_go(request):
-                    raise self._supervisor.off()
-            for adapter in request.adapters:
-                if adapter.name not in self.adapters:
-                    raise unknown_adapter(adapter.name, self.adapters)
-                if self._unloads(adapter.name):
-                    raise BadArgument(f"the adapter {adapter.name!r} is being unloaded", field="adapters")
-            if len({adapter.name for adapter in request.adapters}) < len(request.adapters):
-                raise BadArgument("an adapter is there twice", field="adapters")
-            number = self._jobs.submit(connection, request, trio.current_time())
-            connection.ok(request.id)
-            if number and request.deadline_ms and self._jobs.may_go(request):
-                self._predict(number, request)
-            self._lease.tick(trio.current_time(), self._jobs.open)
-            self._end_engine_if_asked()
+            self._submit(connection, request)
         elif isinstance(request, m.Cancel):
             self._jobs.cancel(connection, request.job)
             connection.ok(request.id)
@@ -154,15 +138,7 @@ class Requests:
                 )
             self._ask(connection, request, lambda seq: em.UnloadAdapter(seq, request.name))
         elif isinstance(request, m.KvSave | m.KvLoad):
-            if not os.path.isabs(request.path):
-                raise BadArgument("path must be absolute", field="path")
-            key = conversation_key(connection, request.conversation)
-            if isinstance(request, m.KvLoad):
-                self._ask(connection, request, lambda seq: em.LoadKv(seq, key, request.path))
-            else:
-                # Not longer for a longer name: that of the file may be as long as the file system allows.
-                part = os.path.join(os.path.dirname(request.path), f".frameshard-{secrets.token_hex(8)}.part")
-                self._ask(connection, request, lambda seq: em.SaveKv(seq, key, request.path, part))
+            self._move_kv(connection, request)
         elif isinstance(request, m.CountTokens):
             content = (request.messages, request.prompt, request.tools)
             self._ask(connection, request, lambda seq: em.CountTokens(seq, *content))
@@ -181,6 +157,36 @@ class Requests:
             connection.reply(m.Model(request.id, self._epoch, self.model))
         elif isinstance(request, m.StatsGet):
             self._ask(connection, request, em.GetStats)
+
+    def _submit(self, connection: ServerConnection, request: m.Submit) -> None:
+        if self._supervisor.state is states.Engine.OFF:
+            self._supervisor.wake()
+            if not self._jobs.may_go(request):
+                raise self._supervisor.off()
+        for adapter in request.adapters:
+            if adapter.name not in self.adapters:
+                raise unknown_adapter(adapter.name, self.adapters)
+            if self._unloads(adapter.name):
+                raise BadArgument(f"the adapter {adapter.name!r} is being unloaded", field="adapters")
+        if len({adapter.name for adapter in request.adapters}) < len(request.adapters):
+            raise BadArgument("an adapter is there twice", field="adapters")
+        number = self._jobs.submit(connection, request, trio.current_time())
+        connection.ok(request.id)
+        if number and request.deadline_ms and self._jobs.may_go(request):
+            self._predict(number, request)
+        self._lease.tick(trio.current_time(), self._jobs.open)
+        self._end_engine_if_asked()
+
+    def _move_kv(self, connection: ServerConnection, request: m.KvSave | m.KvLoad) -> None:
+        if not os.path.isabs(request.path):
+            raise BadArgument("path must be absolute", field="path")
+        key = conversation_key(connection, request.conversation)
+        if isinstance(request, m.KvLoad):
+            self._ask(connection, request, lambda seq: em.LoadKv(seq, key, request.path))
+        else:
+            # Not longer for a longer name: that of the file may be as long as the file system allows.
+            part = os.path.join(os.path.dirname(request.path), f".frameshard-{secrets.token_hex(8)}.part")
+            self._ask(connection, request, lambda seq: em.SaveKv(seq, key, request.path, part))
 
     def _set(self, command: em.Command) -> None:
         self._settings[type(command)] = command
