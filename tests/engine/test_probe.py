@@ -190,3 +190,42 @@ def test_plans_use_the_rate_of_weights_that_cannot_be_pinned(
     assert staged["profile"]["h2d"] == max(staged["profile"]["copies"]["h2d"])
     assert staged["profile"]["copies"]["h2d"] != staged["profile"]["copies"]["h2d_pinned"]
     assert len(list((tmp_path / "frameshard" / "profiles").glob("*.json"))) == 2
+
+
+WHAT_IF = """
+import sys, threading
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+config = EngineConfig(sys.argv[1], device="emulated:1", n_ctx=256, n_parallel=1, n_threads=1)
+with Runtime.load(config, measure=False) as runtime:
+    device, placement = runtime.device, runtime.placement
+    stats, scratch = device.stats, set()
+    def seen():
+        found = stats()
+        scratch.add(found.scratch_bytes)
+        return found
+    device.stats = seen
+    budgets = device.stats().floor_bytes + (1 << 20), device.stats().full_bytes
+    rows = [placement.what_if(budget, 64) for budget in budgets]
+    assert all(row["fits"] for row in rows), rows
+    ended = threading.Event()
+    def measure():
+        while not ended.is_set():
+            device.probe_product(2, 2048, 2048, 0.2)
+    thread = threading.Thread(target=measure)
+    thread.start()
+    try:
+        while len(scratch) == 1:  # until a plan is made during a measurement
+            found = [placement.what_if(budget, 64) for budget in budgets]
+            assert found == rows, found
+    finally:
+        ended.set()
+        thread.join()
+"""
+
+
+def test_a_plan_does_not_count_what_a_measurement_holds(deep_model: Path) -> None:
+    """A host may ask what fits while the machine is measured in an idle moment."""
+    command = [sys.executable, "-c", WHAT_IF, str(deep_model)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr

@@ -311,7 +311,8 @@ class Placement:
         stats, model, name, kv_type = self.device.stats(), self._model, self.device.inner, self._config.kv_type
         layout = lay_out(model, name)
         buffers = stats.buffers_bytes - stats.kv_bytes - stats.graph_bytes
-        fixed = stats.overhead_bytes - stats.pool_bytes + buffers + stats.core_bytes + stats.scratch_bytes
+        # Not the scratch of the figures: while the machine is measured, that includes what the measurement holds.
+        fixed = stats.overhead_bytes - stats.pool_bytes + buffers + stats.core_bytes + layout.sizes.scratch_bytes
         steps = replace(self._steps, least_bytes=stats.least_graph_bytes)
         used = stats.kv_bytes + stats.kv_host_bytes
         if n_parallel:
