@@ -227,13 +227,13 @@ class Batcher:
         if not jobs:
             return events
         self._runtime.adapters.use(jobs[0].adapters)
-        prefilling, at = jobs[0], len(job_slot(jobs[0]).tokens)
-        picture = prefilling.pictures.get(at) if prefilling.prefilling else None
+        first, at = jobs[0], len(job_slot(jobs[0]).tokens)
+        picture = first.pictures.get(at) if first.prefilling else None
         # Half an image cannot be decoded again, nor a recurrent state. A draft model would draft from another state.
         can_repeat = picture is None and self._runtime.llama.can_trim and self._draft is None
         if not self._in_flight.begin(jobs, can_repeat=can_repeat):
             return events
-        reading = prefilling.prefilling
+        reading = first.prefilling
         batch: list[tuple[Job, list[int]]] = []
         outputs: list[int] = []
         failure: DecodeAborted | FrameshardError | None = None
@@ -241,9 +241,9 @@ class Batcher:
         encoded = False
         try:
             if picture is not None:
-                encoded = self._see(picture, prefilling, at)
+                encoded = self._see(picture, first, at)
             elif reading:
-                outputs = self._read(prefilling, at)
+                outputs = self._read(first, at)
             else:
                 batch = self._batch_with_drafts(jobs)
                 assert len({len(tokens) for _, tokens in batch}) == 1
@@ -264,35 +264,46 @@ class Batcher:
                 raise
         self._in_flight.end()
         again = jobs if isinstance(failure, DecodeAborted) else again
-        if failure is None:
-            self._refused = False
         for job in jobs:
             job.gave_way = job in again
-            if failure is None:
-                self._taken_since.pop(job.id, None)
         if failure is not None:
-            for job in jobs:
-                slot = job_slot(job)
-                if slot.tokens and self._runtime.length(slot.seq) == 0:
-                    self._begin_again(job, slot)
-                # After an abort a job decodes the same again, or is about to be cancelled. A prompt goes on in steps
-                # that fit the budget.
-                if isinstance(failure, FrameshardError) and job not in again:
-                    events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(failure))))
-            return events
+            return self._recover(jobs, again, failure)
+        self._refused = False
+        for job in jobs:
+            self._taken_since.pop(job.id, None)
         if encoded:
-            done = sum(each.embedding is not None for each in prefilling.pictures.values())
-            return [em.Progress(prefilling.id, "encode", done, len(prefilling.pictures))]
-        now = time.monotonic()
+            done = sum(each.embedding is not None for each in first.pictures.values())
+            return [em.Progress(first.id, "encode", done, len(first.pictures))]
         if reading:
-            if prefilling.pictures or len(prefilling.to_prefill) >= LONG_PROMPT:
-                events.append(
-                    em.Progress(prefilling.id, "prefill", len(job_slot(prefilling).tokens), len(prefilling.to_prefill))
-                )
-            if not prefilling.prefilling:
-                events += self._emit_all([(prefilling, [])], outputs, now)
-            return events
-        return events + self._emit_all(batch, outputs, now)
+            return self._has_read(first, outputs)
+        return self._emit_all(batch, outputs, time.monotonic())
+
+    def _recover(
+        self, jobs: Sequence[Job], again: Sequence[Job], failure: DecodeAborted | FrameshardError
+    ) -> list[em.JobEvent]:
+        """Prepares what follows a decode that has failed, and ends the jobs that fail with it.
+
+        :param again: the jobs that decode the same again.
+        """
+        events: list[em.JobEvent] = []
+        for job in jobs:
+            slot = job_slot(job)
+            if slot.tokens and self._runtime.length(slot.seq) == 0:
+                self._begin_again(job, slot)
+            # After an abort a job decodes the same again, or is about to be cancelled. A prompt goes on in steps that
+            # fit the budget.
+            if isinstance(failure, FrameshardError) and job not in again:
+                events.append(self._end(job, em.Failed(job.id, m.ErrorInfo.of(failure))))
+        return events
+
+    def _has_read(self, job: Job, outputs: Sequence[int]) -> list[em.JobEvent]:
+        """The events of a part of a prompt that was read: its progress, and the first token if it was the last part."""
+        events: list[em.JobEvent] = []
+        if job.pictures or len(job.to_prefill) >= LONG_PROMPT:
+            events.append(em.Progress(job.id, "prefill", len(job_slot(job).tokens), len(job.to_prefill)))
+        if not job.prefilling:
+            events += self._emit_all([(job, [])], outputs, time.monotonic())
+        return events
 
     def _patient(self, jobs: Sequence[Job]) -> Sequence[Job]:
         """The jobs that run again after a decode for which other programs leave too little VRAM. The others have waited
