@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import trio
+
+import frameshard
+from frameshard.errors import ConnectionLost
+from frameshard.testing import fake_engine
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "streaming_world"
 EGL = "import moderngl; moderngl.create_context(standalone=True, backend='egl', require=330)"
@@ -83,6 +92,25 @@ def test_a_grant_below_the_floor_is_named(model_path: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("budget_below_floor: ")
     assert "Traceback" not in result.stderr
+
+
+def test_no_villager_is_asked_when_the_sidecar_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question fails at once then. Asked again and again, it would leave no other task a turn."""
+    pytest.importorskip("moderngl")
+    monkeypatch.syspath_prepend(SAMPLE)
+    flight, world = (importlib.import_module(name) for name in ("flight", "world"))
+    monkeypatch.setattr(flight, "itertools", mock.Mock(cycle=list))  # each question once
+
+    async def main() -> None:
+        async with frameshard.launch("any name", engine=fake_engine()) as client:
+            recording = flight.Flight("deal", "", "", "", 0, 0, [])
+            game = flight.Game(mock.Mock(), world.World.of(128 << 20, 60), recording, client)
+            os.kill(client.info.pid, signal.SIGKILL)
+            with pytest.raises(ConnectionLost):
+                await game._talk("Mira")
+            assert recording.n_lost == 1
+
+    trio.run(main)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from talk import ABOUT, QUESTIONS, VILLAGERS
 from world import World
 
 import frameshard
-from frameshard.errors import FrameshardError, Unsupported
+from frameshard.errors import ConnectionLost, FrameshardError, Unsupported
 from frameshard.frame import FrameBlock
 from frameshard.models import resolve
 
@@ -36,6 +36,9 @@ STREAM_S, LOAD_S = 0.007, 0.05
 that time, it may work half as long as that."""
 
 SAMPLE_S = 1 / 30
+AGAIN_S = 1.0
+"""After an error a villager is asked again in so many seconds."""
+
 TURNS = 10
 """How often the other tasks have a turn in a frame that is late."""
 
@@ -282,10 +285,11 @@ class Game:
                             self._flight.deltas.append((self._now(), delta.tokens))
                 assert stream.result is not None
                 reason = stream.result.reason
-            except Unsupported:
-                raise  # a model without a chat template, for example: no later answer would be better
+            except (ConnectionLost, Unsupported):
+                raise  # no later answer would be better: the sidecar is gone, or the model has no chat template
             except FrameshardError as error:
                 reason = error.name
+                await trio.sleep(AGAIN_S)
             row = {"at": asked_at, "until": self._now(), "who": name, "asked": question, "text": text, "reason": reason}
             self._flight.answers.append(row)
             print(f"{self._now():5.1f} s  {name}: {' '.join(text.split())}", flush=True)
