@@ -658,6 +658,12 @@ def test_ready_tells_what_was_loaded(model_path: Path) -> None:
         child.close()
 
 
+def test_a_frame_block_that_is_gone_does_not_end_it(cpu: EngineProcess, tmp_path: Path) -> None:
+    """It may be a file that something has removed since. Each next engine would be told to open it, too."""
+    cpu.send(op="frame_block", path=str(tmp_path / "frame-block"))
+    assert last(cpu.run("Once"))["ev"] == "done"
+
+
 def test_pings_are_answered_in_a_long_prompt(model_path: Path) -> None:
     with engine(model_path, n_ctx=8192, n_parallel=1, n_ubatch=4096) as child:
         job = child.submit(LONG * 250)

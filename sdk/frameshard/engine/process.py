@@ -471,11 +471,7 @@ class Engine:
         elif isinstance(command, em.SetBudget):
             self._budgets.ask(command)
         elif isinstance(command, em.OpenFrameBlock):
-            if self._runtime is not None and self._runtime.device is not None:
-                self._runtime.device.open_frame_block(command.path)
-                self._budgets.follow_frame_block()
-            elif self._runtime is not None:  # the CPU is not paced
-                self._budgets.answer_frame_block(command.path)
+            self._open_frame_block(command.path)
         elif isinstance(command, em.SetPacing):
             if self._runtime is not None and self._runtime.device is not None:
                 self._runtime.device.set_scheduling_mode(command.scheduling_mode)
@@ -508,6 +504,19 @@ class Engine:
         if self._batcher is not None:
             self._batcher.interrupt(command.job)
         self._commands.put(lambda: self._cancel(command))
+
+    def _open_frame_block(self, path: str) -> None:
+        """Follows the host's frames from now on. If the frame block is gone, jobs run without it."""
+        if self._runtime is None:
+            return
+        try:
+            if self._runtime.device is not None:
+                self._runtime.device.open_frame_block(path)
+                self._budgets.follow_frame_block()
+            else:  # the CPU is not paced
+                self._budgets.answer_frame_block(path)
+        except BadArgument as error:
+            logger.warning("the host's frames are not followed: %s", error)
 
     def _set_priority(self, command: em.SetPriority) -> None:
         if self._preparation is not None and self._preparation.set_priority(command.job, command.priority):
