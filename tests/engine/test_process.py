@@ -703,6 +703,19 @@ def test_a_stream_that_is_no_protocol_ends_it(noise: bytes) -> None:
         child.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="takes away descriptors, with which a thread reads /proc")
+def test_an_engine_whose_thread_fails_says_why_and_ends(deep_model: Path) -> None:
+    """Nobody would answer what that thread is asked: budgets, for example. The broker starts the next engine."""
+    import resource
+
+    with engine(deep_model) as child:
+        resource.prlimit(child.process.pid, resource.RLIMIT_NOFILE, (0, 0))
+        fatal = child.wait_for("fatal")
+        assert fatal["error"]["name"] == "internal"
+        assert "the watch thread failed" in fatal["error"]["message"]
+        assert child.process.wait(DEADLINE_S) == 3
+
+
 def test_it_goes_first_when_memory_runs_out(cpu: EngineProcess) -> None:
     if sys.platform == "linux":
         assert Path(f"/proc/{cpu.process.pid}/oom_score_adj").read_text().strip() == "500"

@@ -155,15 +155,15 @@ class Engine:
         :param proc: where /proc is, to read how much memory the machine has.
         :returns: the exit code.
         """
-        for name, work in (
-            ("reader", self._read),
-            ("budget", partial(self._when_loaded, self._serve_budgets)),
-            ("plan", partial(self._when_loaded, self._what_if.serve)),
-            ("count", partial(self._when_loaded, self._counting.serve)),
-            ("adapter", partial(self._when_loaded, self._serve_adapters)),
-            ("watch", partial(self._when_loaded, partial(self._watch, proc))),
+        threading.Thread(target=self._read, daemon=True, name="reader").start()
+        for name, serve in (
+            ("budget", self._serve_budgets),
+            ("plan", self._what_if.serve),
+            ("count", self._counting.serve),
+            ("adapter", self._serve_adapters),
+            ("watch", partial(self._watch, proc)),
         ):
-            threading.Thread(target=work, daemon=True, name=name).start()
+            threading.Thread(target=self._when_loaded, args=(name, serve), daemon=True, name=name).start()
         try:
             while not self._stop:
                 self._turn()
@@ -194,13 +194,6 @@ class Engine:
         except BrokerGone:
             logger.error("fatal: %s", error)
         return EXIT_FATAL
-
-    def _end_at_once(self, error: Exception) -> NoReturn:
-        """[any thread] Ends the process, because a thread has failed without which it would not obey any more.
-
-        :param error: the reason; one that is not typed is a defect of this thread.
-        """
-        os._exit(self._fatal(internal(logger, f"the engine's thread {threading.current_thread().name!r}", error)))
 
     def aborted(self, why: str) -> NoReturn:
         """[any thread] Called when ggml is about to abort the process. Reports the reason and ends the process at once,
@@ -431,7 +424,7 @@ class Engine:
         except FrameshardError as error:
             logger.error("the broker's channel cannot be read: %s", error)
         except Exception as error:
-            self._end_at_once(error)
+            self._fail("a command", error)
         finally:
             # The broker is gone. The process ends within CLEANUP_S, whatever the main thread does.
             self._end()
@@ -560,18 +553,26 @@ class Engine:
         self._replanner.want()
         self._commands.put(lambda: None)  # wakes the main thread if it is idle
 
-    def _when_loaded(self, serve: Callable[[Runtime], None]) -> None:
+    def _when_loaded(self, name: str, serve: Callable[[Runtime], None]) -> None:
+        """Runs a thread's work. If it fails, the engine ends: nobody would answer what the thread is asked."""
         self._loaded.wait()
         assert self._runtime is not None
-        serve(self._runtime)
+        try:
+            serve(self._runtime)
+        except BrokerGone:
+            pass  # the reader thread ends the process
+        except Exception as error:
+            self._fail(f"the {name} thread", error)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """[any thread] Ends the process with the error, unless it ends already: then the model is being freed."""
+        if not self._stop:
+            os._exit(self._fatal(internal(logger, what, error)))
 
     def _serve_budgets(self, runtime: Runtime) -> None:
         """[budget thread]"""
         assert self._watcher is not None
-        try:
-            self._budgets.serve(runtime, self._watcher.host)
-        except Exception as error:
-            self._end_at_once(error)
+        self._budgets.serve(runtime, self._watcher.host)
 
     def _watch(self, proc: Path, _runtime: Runtime) -> None:
         """[watch thread] Reports the memory of device and host when it has changed, and at least every second."""
@@ -582,7 +583,7 @@ class Engine:
             while not self._stop:  # while the model is being freed, the figures mean nothing
                 time.sleep(WATCH_S)
                 if self._preparation is not None and self._preparation.busy_s > PREPARE_S:
-                    self._end_at_once(EngineDied(f"a request was not ready to run after {PREPARE_S:g} s"))
+                    self._fail("a request", EngineDied(f"a request was not ready to run after {PREPARE_S:g} s"))
                 host.look()
                 pressure.look()
                 look = self._watcher.look(parked=self._budgets.parked)
