@@ -81,7 +81,10 @@ def test_they_are_kept_for_one_model_and_one_profile(tmp_path: Path, monkeypatch
         ("1.125", "NaN"),
         ("1.125", "1e9"),
         ('"n": 2', '"n": Infinity'),
+        ('"doubled": 0', '"doubled": -1'),
+        ('"doubled": 0', '"doubled": 1000000000'),
     )
+    assert all(old in whole for old, _ in changed)
     for damaged in ("", "{}", "[1]", "[" * 100_000, whole[:-9], *(whole.replace(*each) for each in changed)):
         file.write_text(damaged)
         assert corrections.load(model, H100, "planned") == corrections.NONE

@@ -140,6 +140,24 @@ def test_the_disk_is_measured(model_path: Path, tmp_path: Path, monkeypatch: pyt
     assert replace(PLAIN, disk=rates).disk_rate(1 << 20) == pytest.approx(rates["rate"][2])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rates"),
+    [([], []), ([4096.0], []), ([8192.0, 4096.0], [1e9, 2e9]), ([4096.0] * 2, [1e9] * 2), ([0.5], [1e9])]
+    + [([4096.0], [rate]) for rate in (0.0, -1e9, float("nan"), float("inf"))],
+)
+def test_kept_rates_that_make_no_sense_are_not_used(
+    sizes: list[float], rates: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With such rates in its profile no model on this disk would load."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"")
+    diskprobe.keep(model, "emulated", WITH_DISK.disk)
+    assert diskprobe.recall(model, "emulated") == WITH_DISK.disk
+    diskprobe.keep(model, "emulated", {"read_bytes": sizes, "rate": rates})
+    assert diskprobe.recall(model, "emulated") == {}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="direct reads are measured on Linux alone")
 def test_a_file_that_becomes_shorter_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = tmp_path / "cut"

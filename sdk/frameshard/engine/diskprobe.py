@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import sys
@@ -56,11 +57,13 @@ def measure_model(model: Path, device: str) -> Rates:
 
 
 def recall(model: Path, device: str) -> Rates:
-    """What :func:`keep` has kept for the disk that a model is on."""
+    """What :func:`keep` has kept for the disk that a model is on. Empty if it makes no sense: a damaged file must not
+    keep a model from loading."""
     with contextlib.suppress(OSError, ModelNotFound, ValueError, TypeError, KeyError):
         document = json.loads(_path(model, device).read_text("utf-8"))
         sizes, rates = (list(map(float, document[name])) for name in ("read_bytes", "rate"))
-        if len(sizes) == len(rates) and min(sizes + rates, default=0.0) > 0:
+        rising = sizes == sorted(set(sizes))
+        if sizes and rising and len(sizes) == len(rates) and all(1 <= each < math.inf for each in sizes + rates):
             return {"read_bytes": sizes, "rate": rates}
     return {}
 

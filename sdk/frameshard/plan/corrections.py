@@ -29,6 +29,7 @@ from frameshard.records import record
 Work = Literal["prompt", "decode"]
 
 _LEAST_CONTEXT = 512  # shorter contexts count as one of this length; longer ones are told apart by powers of two
+_MOST_DOUBLED = 32  # no context is so long
 _FADES = 0.5  # what was seen at a context counts so much less at one of twice or half its length
 _UNSEEN = 0.25  # the weight of a ratio of 1, beside one for each ratio that was seen
 _NEWEST = 1 / 8  # the least share of a new ratio in what was seen; the first ones have equal shares
@@ -121,7 +122,8 @@ def load(model: Model, profile: Profile, mode: str) -> Corrections:
         }
         known = Corrections(seen, float(found["cpu_factor"]))
         logs = [*(each.log_ratio for each in seen.values()), math.log(known.cpu_factor)]
-        if all(abs(log) <= math.log(_MOST) for log in logs) and all(each.n > 0 for each in seen.values()):
+        sane = all(0 <= kind.doubled <= _MOST_DOUBLED and each.n > 0 for kind, each in seen.items())
+        if sane and all(abs(log) <= math.log(_MOST) for log in logs):
             return known
     return NONE
 
