@@ -780,10 +780,10 @@ def wait(self, runtime, until):
 process.Counting.ask, process.Budgets._rest = count, wait"""
     options = {"device": "cpu", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, "restart_limit": 1, **PATIENT}
     async with frameshard.launch(talking_model, engine=patched_engine(patch), **options) as client:
-        with pytest.raises(errors.EngineDied, match=r"thread 'reader' failed .*ZeroDivisionError"):
+        with pytest.raises(errors.EngineDied, match=r"the reader thread failed .*ZeroDivisionError"):
             await client.count_tokens("poison")
         await until_ready(client, 1)
-        with pytest.raises(errors.EngineDied, match=r"thread 'budget' failed .*it is 77"):
+        with pytest.raises(errors.EngineDied, match=r"the budget thread failed .*it is 77"):
             await client.set_budget(77)
 
 

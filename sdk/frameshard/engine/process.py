@@ -424,7 +424,7 @@ class Engine:
         except FrameshardError as error:
             logger.error("the broker's channel cannot be read: %s", error)
         except Exception as error:
-            self._fail("a command", error)
+            self._fail("the reader thread", error)
         finally:
             # The broker is gone. The process ends within CLEANUP_S, whatever the main thread does.
             self._end()

@@ -43,9 +43,8 @@ _FIRST_S = 19e-6
 _BUILD_S = 9e-6
 # How often the device's memory reads or writes a token's activations between the products (norms, rotations, sums,
 # conversions), in units of n_embd values. Activations of a feed-forward network are three times as wide, those of
-# experts eight times. With those of experts prompts of 1,024 and 8,192 tokens with qwen3-30b-a3b-q4_0 and everything
-# resident are predicted within 1 % on an H200 machine. With the others prompts of 1,024 tokens with minitron-8b-q4_0 and
-# -f16 are predicted within 2 % on an H100 machine.
+# experts eight times. Prompts of 1,024 and 8,192 tokens with qwen3-30b-a3b-q4_0 and everything resident are predicted
+# within 5 % on two H200 machines, those of 1,024 tokens with minitron-8b-q4_0 and -f16 within 2 % on an H100 machine.
 _PASSES = {"attention": 12, "ffn": 43, "experts": 104}
 # The number of hand-offs between device and CPU when a shard runs on the CPU; 1 for kinds that are not listed.
 # Attention has one before and one after the attention kernel, which runs where the KV cache is. Experts hand over the
