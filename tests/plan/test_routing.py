@@ -38,6 +38,13 @@ def test_chance_is_no_skew() -> None:
     assert routing.differ(routing.of_counts(counts, 8), SKEWED) < 0.06
 
 
+def test_experts_that_no_token_chose_remain_rare() -> None:
+    """A thousand tokens chose the same 8 experts. The next thousand do not choose as many others."""
+    found = routing.of_counts([[1000] * 8 + [0] * 120], 8)
+    assert found is not None
+    assert 8 <= found.used(1000).sum() < 8.5
+
+
 def test_little_seen_says_nothing() -> None:
     assert routing.of_counts([], 8) is None
     assert routing.of_counts([[], [1] * 128], 8) is None

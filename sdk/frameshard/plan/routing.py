@@ -69,10 +69,14 @@ def of_counts(uses: Collection[Sequence[int]], n_used: int) -> Routing | None:
         each = np.array(counts, dtype=np.float64)
         mean = float(each.mean()) if each.size else 0.0
         if mean >= _ENOUGH:
-            # Counts also differ by chance (Poisson noise). That part is removed.
-            variance = float(each.var())
-            spread = max(variance - mean, 0.0) / variance if variance else 0.0
-            found.append((mean + spread * (each - mean)) / each.sum())
+            # Counts also differ by chance (Poisson noise): their square roots by a variance of 1/4, whatever the counts
+            # are. That part is removed. Experts that no token has chosen remain rare, as a prompt would use many of
+            # those together.
+            roots = np.sqrt(each)
+            variance = float(roots.var())
+            spread = max(variance - 0.25, 0.0) / variance if variance else 0.0
+            likely = (roots.mean() + spread * (roots - roots.mean())) ** 2
+            found.append(likely / likely.sum())
     return of_shares(found, n_used) if found else None
 
 
