@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 import frameshard
 from frameshard.errors import BadArgument
@@ -92,6 +93,20 @@ async def test_a_kv_cache_goes_on_after_the_sidecar_was_killed(deep_model: Path,
         assert (await ask(client, QUESTIONS[2])).n_reused == 0
         with pytest.raises(BadArgument):
             await client.load_kv(path, conversation="")
+
+
+@in_trio
+async def test_a_load_waits_for_the_save_before_it(deep_model: Path, tmp_path: Path) -> None:
+    """Also while another job keeps the engine busy: the save waits for its step."""
+    path, long = tmp_path / "inn.kv", m.Sampling(max_tokens=400, temperature=0.0)
+    async with launch(deep_model) as client, trio.open_nursery() as nursery:
+        await ask(client, QUESTIONS[0])
+        async with client.ask("Tell a story.", conversation="harbour", sampling=long) as story:
+            await story.__anext__()
+            nursery.start_soon(client.save_kv, "inn", path)
+            await wait_all_tasks_blocked()
+            loaded = await client.load_kv(path, conversation="inn")
+        assert (loaded.detail, loaded.file_bytes) == ("", path.stat().st_size)
 
 
 @in_trio

@@ -294,7 +294,7 @@ class KvFiles:
             self._refuse(command, "there is none of this conversation that could be copied")
 
     def load(self, command: em.LoadKv) -> None:
-        """[any thread] Has the file read, and then puts its cells into the store."""
+        """[main thread] Has the file read, and then puts its cells into the store."""
         self._start(self._read, command)
 
     def _start(self, work: Callable[..., None], *given: object) -> None:

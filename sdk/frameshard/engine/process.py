@@ -478,7 +478,7 @@ class Engine:
         elif isinstance(command, em.LoadKv):
             if self._kv_files is None:
                 raise BadMessage("kv_load came before the engine was ready")
-            self._kv_files.load(command)
+            self._commands.put(partial(self._kv_files.load, command))  # behind saves, which may write the file
         elif isinstance(command, em.CountTokens):
             self._counting.ask(command)
         elif isinstance(command, em.GetStats):
