@@ -289,7 +289,8 @@ class Budgets:
 
         warning = threading.Timer(timeout_s / 2, warn)
         if 0 < wanted < before and patience_s <= timeout_s:  # if it is longer, the grant said that it will be late
-            warning.start()
+            with contextlib.suppress(RuntimeError):  # the system gives no thread now
+                warning.start()
         try:
             with runtime.floor_lock:
                 device.set_budget(wanted, patience_s, command.known_generation)
