@@ -22,6 +22,7 @@ class Point:
     x: int
     tags: tuple[str, ...] = ()
     key: str = dataclasses.field(default="", repr=False)
+    note: str = dataclasses.field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "x", int(self.x))
@@ -45,18 +46,28 @@ class Mark(Point):
 
 
 def test_it_has_the_methods_of_a_frozen_dataclass() -> None:
-    assert str(inspect.signature(Point)) == "(x: 'int', tags: 'tuple[str, ...]' = (), key: 'str' = '') -> None"
-    point = Point("3", key="secret")  # type: ignore[arg-type]
+    assert (
+        str(inspect.signature(Point))
+        == "(x: 'int', tags: 'tuple[str, ...]' = (), key: 'str' = '', note: 'str' = '') -> None"
+    )
+    point = Point("3", key="secret", note="mine")  # type: ignore[arg-type]
     assert repr(point) == "Point(x=3, tags=())"
     assert (point, hash(point)) == (Point(3, (), "secret"), hash(Point(3, (), "secret")))
     assert point not in (Point(3), Place(3, (), "secret"), (3, (), "secret"))
-    assert dataclasses.asdict(dataclasses.replace(point, x=4)) == {"x": 4, "tags": (), "key": "secret"}
+    assert dataclasses.asdict(dataclasses.replace(point, x=4)) == {
+        "x": 4,
+        "tags": (),
+        "key": "secret",
+        "note": "mine",
+    }
     assert copy.copy(point) == pickle.loads(pickle.dumps(point)) == point
     assert repr(Mark(1, name="a")) == "Mark(x=1, tags=(), name='a')"
     place = Place(1, z=[2])
     assert repr(place) == "a place"
     assert (
-        [field.name for field in dataclasses.fields(Place)] == list(Place.__match_args__) == ["x", "tags", "key", "z"]
+        [field.name for field in dataclasses.fields(Place)]
+        == list(Place.__match_args__)
+        == ["x", "tags", "key", "note", "z"]
     )
     assert place.z is not Place(1).z is not Place(1).z
 
@@ -73,7 +84,7 @@ def test_it_does_not_change() -> None:
     for change in changes:
         with pytest.raises(dataclasses.FrozenInstanceError):
             change()
-    assert vars(point) == {"x": 1, "tags": (), "key": ""}
+    assert vars(point) == {"x": 1, "tags": (), "key": "", "note": ""}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from frameshard.cli import verify as verify_command
 from frameshard.cli.verify import agrees
 
 QUANTISED = {"qwen3moe"}  # llama.cpp repacks Q4_0 on the CPU, so it rounds differently from any device
+LONGER = ("--generate", "32")  # of such a model: by fewer tokens the perplexities of its modes differ by chance
 
 
 def verify(model: Path, budgets: str, *extra: str, threads: int = 1) -> subprocess.CompletedProcess[str]:
@@ -77,13 +78,15 @@ def test_mixture_of_experts(shallow_moe: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_two_threads(tiny_model: Callable[[str], Path], name: str) -> None:
     """The model is small, because ggml's threads keep the cores busy while they wait."""
-    result = verify(tiny_model(name), "floor", "--device", "emulated:0.5", threads=2)
+    longer = LONGER if name in QUANTISED else ()
+    result = verify(tiny_model(name), "floor", "--device", "emulated:0.5", *longer, threads=2)
     check(result, 1, agrees_with_stock=name not in QUANTISED)
 
 
 @pytest.mark.parametrize("name", tiny_models.ARCHS)
 def test_every_kind_of_architecture(tiny_model: Callable[[str], Path], name: str) -> None:
-    check(verify(tiny_model(name), "floor,full"), 2, agrees_with_stock=name not in QUANTISED)
+    longer = LONGER if name in QUANTISED else ()
+    check(verify(tiny_model(name), "floor,full", *longer), 2, agrees_with_stock=name not in QUANTISED)
 
 
 SAVE = """
@@ -103,7 +106,8 @@ def test_a_file_that_llama_cpp_has_saved(tiny_model: Callable[[str], Path], tmp_
     """It has all keys that llama.cpp knows, with 0 or infinity where the model has no such value."""
     saved = tmp_path / f"{name}.gguf"
     subprocess.run([sys.executable, "-c", SAVE, str(tiny_model(name)), str(saved)], check=True, timeout=60)
-    check(verify(saved, "floor"), 1, agrees_with_stock=name not in QUANTISED)
+    longer = LONGER if name in QUANTISED else ()
+    check(verify(saved, "floor", *longer), 1, agrees_with_stock=name not in QUANTISED)
 
 
 def test_what_agrees_with_stock() -> None:

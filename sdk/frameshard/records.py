@@ -52,7 +52,7 @@ class _Init:
 
 
 def _values(self: Any) -> tuple[Any, ...]:
-    return tuple([getattr(self, name) for name in self.__dataclass_fields__])
+    return tuple([getattr(self, name) for name, field in self.__dataclass_fields__.items() if field.compare])
 
 
 def _repr(self: Any) -> str:

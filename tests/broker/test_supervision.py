@@ -695,7 +695,7 @@ async def test_an_engine_whose_device_hangs_is_not_taken_for_stopped(
     """The thread that reads commands answers, so the longer limit for work applies."""
     monkeypatch.setenv("FRAMESHARD_FAULTS", "compute_stuck=200,stuck_ms=12000")  # the load has less than 100 computes
     options = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1}
-    sampling = frameshard.Sampling(max_tokens=200, temperature=0.0)
+    sampling = frameshard.Sampling(max_tokens=400, temperature=0.0)
     async with frameshard.launch(deep_model, hang_still_s=8.0, hang_busy_s=600.0, **options) as client:
         started = trio.current_time()
         assert (await client.complete("Once upon a time", sampling=sampling).completed()).n_generated > 0

@@ -573,7 +573,8 @@ def test_cached_experts_are_copied_while_a_prompt_is_computed() -> None:
         Costs(layout, H100, np.where(experts, share, 1.0), conditions).at(n_tokens, 0).computed_s(nothing)
         for share in (0.0, 1.0)
     )
-    assert cached - resident == pytest.approx(model.n_layer * conditions.turn_s, rel=0.01)
+    one_layer_s = 3 * model.n_expert_used * 16e-6  # the first copies have nothing to run beside
+    assert 0 <= cached - resident - model.n_layer * conditions.turn_s < one_layer_s
 
 
 def test_more_context_is_a_higher_floor(model_path: Path, tiny_model: Callable[[str], Path]) -> None:
