@@ -55,7 +55,7 @@ class Preparation:
         self._lock = threading.Lock()
         self._open: dict[int, _Entry] = {}  # by job number
         self._lines: dict[object, collections.deque[_Entry]] = {}  # by conversation
-        self._begun_at: dict[int, float] = {}  # of the requests that a thread is at now, by job number
+        self._begun_at: dict[int, float] = {}  # of the request that a thread is at now, by thread
         self._known_forms: collections.deque[int] = collections.deque(maxlen=KNOWN_FORMS)
         self._short: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._long: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
@@ -135,11 +135,11 @@ class Preparation:
             with self._lock:
                 if entry not in self._lines.get(entry.line, ()):
                     continue
-                self._begun_at[entry.request.job] = time.monotonic()
+                self._begun_at[threading.get_ident()] = time.monotonic()
             outcome = self._outcome(entry.request)
             form = _form_key(entry.request)
             with self._lock:
-                del self._begun_at[entry.request.job]
+                del self._begun_at[threading.get_ident()]
                 if form is not None and form not in self._known_forms:
                     self._known_forms.append(form)
                 entry.outcome = outcome
