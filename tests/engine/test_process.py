@@ -708,7 +708,7 @@ def test_an_engine_whose_thread_fails_says_why_and_ends(deep_model: Path) -> Non
     """Nobody would answer what that thread is asked: budgets, for example. The broker starts the next engine."""
     import resource
 
-    with engine(deep_model) as child:
+    with engine(deep_model, host_budget_bytes=1 << 30) as child:  # measured every two seconds then
         resource.prlimit(child.process.pid, resource.RLIMIT_NOFILE, (0, 0))
         fatal = child.wait_for("fatal")
         assert fatal["error"]["name"] == "internal"
