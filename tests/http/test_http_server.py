@@ -366,6 +366,7 @@ def test_streams_that_are_reset_at_once_leave_no_jobs(http: Server) -> None:
 
 
 def test_connections_are_limited(http: Server) -> None:
+    said = http.log.read_text()
     with contextlib.ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S))
@@ -376,7 +377,7 @@ def test_connections_are_limited(http: Server) -> None:
             assert rude.recv(1)
     until(lambda: http.ask("GET", "/health").status == 200)
     until(lambda: http.metric("http_connections") == 1)
-    assert "Hypercorn failed" not in http.log.read_text()
+    assert "Hypercorn failed" not in http.log.read_text().removeprefix(said)
 
 
 JUNK: list[Any] = [
