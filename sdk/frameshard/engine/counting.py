@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
 
-from frameshard.engine.link import BrokerGone
 from frameshard.engine.request import RequestReader
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import Overloaded, internal
@@ -47,15 +45,17 @@ class Counting:
         return self._counting.acquire(timeout=timeout_s)
 
     def serve(self, runtime: Runtime) -> None:
-        """[count thread] Answers questions until the broker is gone."""
+        """[count thread] Answers questions.
+
+        :raises BrokerGone: the broker is gone.
+        """
         reader = RequestReader(runtime)
-        with contextlib.suppress(BrokerGone):
-            while True:
-                question = self._asked.get()
-                try:
-                    with self._counting:
-                        n_tokens = reader.count(question)
-                    answer = em.TokenCount(question.seq, n_tokens, max(0, runtime.n_ctx_seq - n_tokens))
-                except Exception as error:
-                    answer = em.TokenCount(question.seq, error=m.ErrorInfo.of(internal(logger, "a count", error)))
-                self._send(answer)
+        while True:
+            question = self._asked.get()
+            try:
+                with self._counting:
+                    n_tokens = reader.count(question)
+                answer = em.TokenCount(question.seq, n_tokens, max(0, runtime.n_ctx_seq - n_tokens))
+            except Exception as error:
+                answer = em.TokenCount(question.seq, error=m.ErrorInfo.of(internal(logger, "a count", error)))
+            self._send(answer)

@@ -579,17 +579,16 @@ class Engine:
         assert self._watcher is not None
         host, sent, sent_at = self._watcher.host, None, 0.0
         pressure = Pressure(host, lambda limit, why: self._link.send(em.HostPressure(limit, why)), proc)
-        with contextlib.suppress(BrokerGone):
-            while not self._stop:  # while the model is being freed, the figures mean nothing
-                time.sleep(WATCH_S)
-                if self._preparation is not None and self._preparation.busy_s > PREPARE_S:
-                    self._fail("a request", EngineDied(f"a request was not ready to run after {PREPARE_S:g} s"))
-                host.look()
-                pressure.look()
-                look = self._watcher.look(parked=self._budgets.parked)
-                if look != sent or time.monotonic() - sent_at >= WATCH_SEND_S:
-                    sent, sent_at = look, time.monotonic()
-                    self._link.send_made(partial(self._watcher.newest, look))
+        while not self._stop:  # while the model is being freed, the figures mean nothing
+            time.sleep(WATCH_S)
+            if self._preparation is not None and self._preparation.busy_s > PREPARE_S:
+                self._fail("a request", EngineDied(f"a request was not ready to run after {PREPARE_S:g} s"))
+            host.look()
+            pressure.look()
+            look = self._watcher.look(parked=self._budgets.parked)
+            if look != sent or time.monotonic() - sent_at >= WATCH_SEND_S:
+                sent, sent_at = look, time.monotonic()
+                self._link.send_made(partial(self._watcher.newest, look))
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 from collections.abc import Callable
 
-from frameshard.engine.link import BrokerGone
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import EngineDied, Overloaded, Unsupported, internal
 from frameshard.wire import checks
@@ -43,15 +41,17 @@ class WhatIf:
         self._ended = True
 
     def serve(self, runtime: Runtime) -> None:
-        """[plan thread] Answers questions until the broker is gone."""
-        with contextlib.suppress(BrokerGone):
-            while True:
-                question = self._asked.get()
-                try:
-                    answer = em.Plans(question.seq, self._predict(runtime, question))
-                except Exception as error:
-                    answer = em.Plans(question.seq, error=m.ErrorInfo.of(internal(logger, "a plan", error)))
-                self._send(answer)
+        """[plan thread] Answers questions.
+
+        :raises BrokerGone: the broker is gone.
+        """
+        while True:
+            question = self._asked.get()
+            try:
+                answer = em.Plans(question.seq, self._predict(runtime, question))
+            except Exception as error:
+                answer = em.Plans(question.seq, error=m.ErrorInfo.of(internal(logger, "a plan", error)))
+            self._send(answer)
 
     def _predict(self, runtime: Runtime, question: em.MakePlans) -> tuple[m.PlanRow, ...]:
         placement = runtime.placement
