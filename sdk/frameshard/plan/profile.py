@@ -421,10 +421,10 @@ def parse_kind(name: str) -> Kind:
     :raises BadArgument: the key does not have that form.
     """
     found = re.fullmatch(r"(\S+) ([0-9]+)x([0-9]+)(?: ([0-9]+)/([0-9]+))?", name)
-    kind = Kind(found[1], *(int(n) for n in found.groups()[1:] if n)) if found else Kind("", 0, 0)
-    if kind.type_name not in BYTES_PER_WEIGHT or not all(kind[1 : 5 if found and found[4] else 3]):
+    numbers = [int(number) for number in found.groups()[1:] if number] if found else []
+    if found is None or found[1] not in BYTES_PER_WEIGHT or not all(numbers):
         raise BadArgument(f"{name!r} is not a kind of weights such as 'Q4_0 11520x4096' or 'Q4_0 6144x2048 8/128'")
-    return kind
+    return Kind(found[1], *numbers)
 
 
 def kind_of(model: Model, shard: Shard, tensor: Tensor) -> Kind:

@@ -70,8 +70,8 @@ def of_counts(uses: Collection[Sequence[int]], n_used: int) -> Routing | None:
         mean = float(each.mean()) if each.size else 0.0
         if mean >= _ENOUGH:
             # Counts also differ by chance (Poisson noise): their square roots by a variance of 1/4, whatever the counts
-            # are. That part is removed. Experts that no token has chosen remain rare, as a prompt would use many of
-            # those together.
+            # are. That part is removed. An expert that no token has chosen keeps next to nothing: a layer has many of
+            # them, and a small share of each would add up in a prompt.
             roots = np.sqrt(each)
             variance = float(roots.var())
             spread = max(variance - 0.25, 0.0) / variance if variance else 0.0

@@ -100,9 +100,9 @@ def next_step(n_left: int, most: int, *, exact: bool) -> int:
     :param exact: for mode stream-only: all steps but the last are full, so that prompts that begin alike have the same
         steps.
     """
-    n_steps = -(-n_left // most)
-    if exact or n_steps <= 1:
+    if exact:
         return min(n_left, most)
+    n_steps = -(-n_left // most)
     return n_left - (n_steps - 1) * min(_TILE * -(-n_left // (n_steps * _TILE)), most)
 
 
