@@ -2,7 +2,7 @@
 # Cross-compiles llama.cpp and the shard device for Windows on Debian and runs the native tests under Wine:
 # build.sh [DIRECTORY]. In DIRECTORY/llama/bin are then llama.cpp's libraries with the compiler's, and in DIRECTORY/device
 # is frameshard_device.dll.
-# Needs: apt-get install g++-mingw-w64-x86-64-posix wine64 cmake ninja-build, and a Python with pip in PATH.
+# Needs: apt-get install g++-mingw-w64-x86-64-posix wine wine64 cmake ninja-build, and a Python with pip in PATH.
 # The first run takes about 5 minutes on 2 cores.
 set -eu
 here=$(dirname -- "$(readlink -f -- "$0")")

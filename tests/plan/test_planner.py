@@ -358,6 +358,25 @@ def test_the_cpu_share_of_a_dense_model_is_spread() -> None:
     assert gaps.max() <= 2 + 40 // len(layers)
 
 
+def test_the_cpu_and_the_link_divide_experts_as_a_whole() -> None:
+    profile = dataclasses.replace(H100, dram=400e9)  # CPU and link do not slow each other down
+
+    def plan_of(n_experts: int, n_used: int) -> Plan:
+        shards = []
+        for i in range(24):
+            shards.append(shard(f"blk.{i}.attention", "attention", i, [(2048, 4096), (4096, 2048)]))
+            shards.append(shard(f"blk.{i}.experts", "experts", i, [(2048, 768 * 128)] * 3, n_used / n_experts))
+        model = model_of(shards, 24, n_experts, n_used)
+        return make_plan(model, profile, budget_bytes=3 << 30, fixed_bytes=900 << 20)
+
+    one, eight = plan_of(16, 1), plan_of(128, 8)  # the same bytes for each token
+    read_bytes = one.tiers[0].cpu_bytes / 16
+    one_s, eight_s = one.predicted_decode_s(), eight.predicted_decode_s()
+    alone_s = read_bytes / max(H100.cpu_gemv, H100.h2d)
+    assert one_s > alone_s  # one missing expert is computed by the CPU or copied
+    assert eight_s < one_s - 0.1 * alone_s
+
+
 def test_copies_by_the_cpu_take_turns_with_its_work() -> None:
     model = dense()
 

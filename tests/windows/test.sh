@@ -2,7 +2,7 @@
 # Runs tests of the sidecar under Wine, with python.org's CPython for Windows: test.sh [DIRECTORY [PYTEST-ARGUMENT...]]
 # DIRECTORY is that of bindings/c/windows/build.sh and native/windows/build.sh, which come first. Without arguments for
 # pytest it runs those of tests.txt without those of exceptions.txt, which says why.
-# Needs: apt-get install gcc-mingw-w64-x86-64-posix wine64 unzip mono-mcs libmono-system-json4.0-cil, and a Python with
+# Needs: apt-get install gcc-mingw-w64-x86-64-posix wine wine64 unzip mono-mcs libmono-system-json4.0-cil, and a Python with
 # pip in PATH.
 # Under Wine two things differ from Windows: wine_sitecustomize.py and bcryptprimitives.c say what and why.
 set -eu

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Cross-compiles the C client for Windows on Debian and runs its tests under Wine: build.sh [DIRECTORY]
-# Needs: apt-get install g++-mingw-w64-x86-64-posix wine64 cmake ninja-build pkg-config autoconf automake libtool \
+# Needs: apt-get install g++-mingw-w64-x86-64-posix wine wine64 cmake ninja-build pkg-config autoconf automake libtool \
 #        libmsgpack-dev nlohmann-json3-dev dpkg-dev
 # libzmq and libsodium come from ../dependencies.sh.
 set -eu

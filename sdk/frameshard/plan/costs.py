@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
@@ -258,6 +259,55 @@ class _Beside(NamedTuple):
     in_turns: bool
 
 
+class _LayersOfExperts(NamedTuple):
+    """A token's missing experts in all layers. Each is computed by the CPU or copied to the device as a whole, so if a
+    layer misses only one, the CPU and the copies take turns.
+
+    :param n_used: the experts that a layer uses.
+    :param missing: the probability that one of them is missing.
+    :param here_s: the time of the CPU if it computes all that are missing, beside copies.
+    :param there_s: the time of copies if all are copied, beside the CPU's work.
+    :param meetings_s: what the CPU takes besides, if it computes any in each layer.
+    """
+
+    n_used: int
+    missing: float
+    here_s: float
+    there_s: float
+    meetings_s: float
+    beside: _Beside
+
+    def best(self) -> tuple[float, float]:
+        """The share of the missing experts to copy, and the time until they are computed and copied."""
+        balanced = (self.here_s + self.meetings_s) / max(self.here_s + self.there_s, 1e-12)
+        shares = np.append(min(balanced, 1.0), np.linspace(0, 1, 4 * self.n_used + 1))
+        seconds = self._seconds(shares)
+        best = int(seconds.argmin())
+        return float(shares[best]), float(seconds[best])
+
+    def _seconds(self, shares: Floats) -> Floats:
+        n = np.arange(self.n_used + 1)
+        combinations = [comb(self.n_used, int(i)) for i in n]
+        chances = combinations * self.missing**n * (1 - self.missing) ** (self.n_used - n)
+        # The device copies so many experts of a layer that the share is reached over several layers.
+        wanted = np.minimum(shares[:, None] * n, n)
+        fewer = np.floor(wanted)
+        more = np.minimum(fewer + 1, n)
+        in_layers = (fewer + 1 - wanted) * self._layers_s(n, fewer) + (wanted - fewer) * self._layers_s(n, more)
+        mean: Floats = in_layers @ chances
+        return mean
+
+    def _layers_s(self, n: NDArray[np.int64], copied: Floats) -> Floats:
+        """The time if each layer misses ``n`` experts of which so many are copied."""
+        each = max(self.n_used * self.missing, 1e-12)
+        computed = n - copied
+        computed_s = self.here_s * computed / each + np.where(computed > 0, self.meetings_s, 0.0)
+        copied_s = self.there_s * copied / each
+        computed_s /= np.where(copied > 0, 1.0, 1 + self.beside.cpu_longer)
+        copied_s /= np.where(computed > 0, 1.0, 1 + self.beside.copies_longer)
+        return np.maximum(computed_s, copied_s)
+
+
 class _Divided(NamedTuple):
     """The work of a graph, divided between the device, the CPU and copies. Shards are in the order of use.
 
@@ -427,12 +477,15 @@ class Graph:
         there_s = (touched / single_rate + self.on_device) * (1 - share) * uncached
         here_s = (1 + self._beside.cpu_longer) * costs.conditions.cpu_factor * self.on_host * (1 - share) * uncached
         any_s = np.where(missing, costs.meetings_s * (1 - share), 0.0)
-        both_s = max(float((here_s + there_s)[missing].sum()), 1e-12)
+        here, there, meetings = (float(each[missing].sum()) for each in (here_s, there_s, any_s))
         # The device uses one share for all sizes of graphs: the best one for a single token.
-        balanced = float((here_s + any_s)[missing].sum()) / both_s
-        if self._beside.in_turns:  # so all go the faster way
-            balanced = float((here_s + any_s)[missing].sum() > there_s[missing].sum())
-        self.expert_stream_share = min(max(balanced, 0.0), 1.0) if n_tokens == 1 else costs.stream_share
+        if n_tokens > 1:
+            self.expert_stream_share = costs.stream_share
+        elif self._beside.in_turns:  # so all go the faster way
+            self.expert_stream_share = float(here + meetings > there)
+        else:
+            work = _LayersOfExperts(round(float(used.sum())), uncached, here, there, meetings, self._beside)
+            self.expert_stream_share, whole_s = work.best()
         left = 1 - self.expert_stream_share
         any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
         on_device_s = self.on_device * share
@@ -443,7 +496,12 @@ class Graph:
         self._computed_s = np.where(missing, any_s + here_s * left, self._computed_s)
         self._computed_bytes = self._computed_bytes * np.where(missing, left, 1.0)
         sent_s = there_s * self.expert_stream_share
-        missing_s = self._computed_s + sent_s if self._beside.in_turns else np.maximum(self._computed_s, sent_s)
+        if self._beside.in_turns:
+            missing_s = self._computed_s + sent_s
+        elif n_tokens == 1:
+            missing_s = here_s * whole_s / max(here, 1e-12)
+        else:
+            missing_s = np.maximum(self._computed_s, sent_s)
         cpu_s = np.where(missing, missing_s, cpu_s)
         return cpu_s, on_device_s, turns, copied_s
 
