@@ -35,14 +35,18 @@ HALVES = {
 }
 """For each type of quantisation in blocks of 256: the F16 values of a block by their offset in bytes. All other bytes
 may have any value. With these, random weights have a standard deviation of about 0.02."""
-LARGER_IN_Q2_K = {
-    "attn_v": "Q4_K",
-    "attn_output": "Q3_K",
-    "ffn_down": "Q3_K",
-    "ffn_down_exps": "Q3_K",
-    "output": "Q6_K",
+LARGER = {
+    "Q2_K": {
+        "attn_v": "Q4_K",
+        "attn_output": "Q3_K",
+        "ffn_down": "Q3_K",
+        "ffn_down_exps": "Q3_K",
+        "output": "Q6_K",
+    },
+    "Q4_K": dict.fromkeys(("attn_v", "ffn_down", "ffn_down_exps", "output"), "Q6_K"),
 }
-"""The tensors that llama.cpp's quantiser keeps in a larger type in a Q2_K file."""
+"""For each kind of file the tensors that llama.cpp's quantiser keeps in a larger type. In a Q4_K_M file it keeps some of
+them so in half of the layers only."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Shape:
     head: int
     ff: int
     vocab: int
-    kind: str  # "F16" | "Q4_0" | "Q2_K"
+    kind: str  # "F16" | "Q4_0" | "Q4_K" | "Q2_K"
     experts: int = 0
     experts_used: int = 0
     expert_ff: int = 0
@@ -73,6 +77,9 @@ SHAPES = {
     "qwen3-235b-a22b-q4_0-even-36": Shape(
         "qwen3moe", 36, 4096, 64, 4, 128, 12288, 151936, "Q4_0", 128, 8, 1536, even=True
     ),
+    "llama3-8b-q4_k_m": Shape("llama", 32, 4096, 32, 8, 128, 14336, 128256, "Q4_K"),
+    "mixtral-8x7b-q4_k_m": Shape("llama", 32, 4096, 32, 8, 128, 14336, 32000, "Q4_K", 8, 2, 14336),
+    "olmoe-7b-q4_k_m": Shape("qwen3moe", 16, 2048, 16, 16, 128, 1024, 50304, "Q4_K", 64, 8, 1024),
     "gemma3-12b-q4_0": Shape("gemma3", 48, 3840, 16, 8, 256, 15360, 262144, "Q4_0", window=1024),
     "tiny-f16": Shape("llama", 4, 256, 4, 2, 64, 512, 1024, "F16"),
     "tiny-moe-q4_0": Shape("qwen3moe", 4, 256, 4, 2, 64, 512, 1024, "Q4_0", 16, 4, 128),
@@ -103,8 +110,8 @@ class Writer:
 
     def weight(self, name: str, *ne: int) -> None:
         part = name.removesuffix(".weight").rpartition(".")[2]
-        of_kind = {"F16": "float16", "Q4_0": "Q4_0", "Q2_K": LARGER_IN_Q2_K.get(part, "Q2_K")}
-        self.add(name, of_kind[self.shape.kind], *ne)
+        kind = LARGER.get(self.shape.kind, {}).get(part, self.shape.kind)
+        self.add(name, "float16" if kind == "F16" else kind, *ne)
 
     def tile(self, kind: str, scale: float) -> npt.NDArray[np.uint8]:
         if (kind, scale) not in self.tiles:
@@ -220,6 +227,7 @@ def write(shape: Shape, path: str, *, with_weights: bool = True) -> None:
     if shape.window:
         file.add_sliding_window(shape.window)
     gemma = shape.arch == "gemma3"
+    head_norms = ("attn_q_norm", "attn_k_norm") if shape.arch in ("gemma3", "qwen3moe") else ()
     width, query, kv = shape.width, shape.heads * shape.head, shape.kv_heads * shape.head
     writer.weight("token_embd.weight", width, shape.vocab)
     writer.add("output_norm.weight", "float32", width)
@@ -233,7 +241,7 @@ def write(shape: Shape, path: str, *, with_weights: bool = True) -> None:
         writer.weight(f"{block}.attn_k.weight", width, kv)
         writer.weight(f"{block}.attn_v.weight", width, kv)
         writer.weight(f"{block}.attn_output.weight", query, width)
-        for name in ("attn_q_norm", "attn_k_norm") if shape.experts or gemma else ():
+        for name in head_norms:
             writer.add(f"{block}.{name}.weight", "float32", shape.head)
         if shape.experts:
             writer.add(f"{block}.ffn_gate_inp.weight", "float32", width, shape.experts)
