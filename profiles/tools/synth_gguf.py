@@ -45,8 +45,8 @@ LARGER = {
     },
     "Q4_K": dict.fromkeys(("attn_v", "ffn_down", "ffn_down_exps", "output"), "Q6_K"),
 }
-"""For each kind of file the tensors that llama.cpp's quantiser keeps in a larger type. In a Q4_K_M file it keeps some of
-them so in half of the layers only."""
+"""For each kind of file the tensors that llama.cpp's quantiser keeps in a larger type. In Q4_K_M files it does so in
+half of the layers, here in all."""
 
 
 @dataclass(frozen=True)
