@@ -279,7 +279,7 @@ class Stream:
                     if self._cancelled:  # the sidecar was told so of the job that has failed
                         self._end()
                         raise JobCancelled("the job was cancelled")
-                    if self._turn.shorten():
+                    if self._turn.shorten(self._excess(error)):
                         await self._open_again()
                         continue
                 self._end(failed=True)
@@ -305,6 +305,16 @@ class Stream:
             self._leave(failed=True)
             raise
         await self._accepted_or_left()
+
+    def _excess(self, error: ContextOverflow) -> int:
+        """At least so many tokens of the prompt and the answer do not fit; 0: not known."""
+        n_prompt, n_ctx = error.detail.get("n_prompt"), error.detail.get("n_ctx")
+        if not isinstance(n_prompt, int) or not isinstance(n_ctx, int):
+            return 0
+        if n_prompt > n_ctx:
+            return n_prompt - n_ctx
+        sampling: m.Sampling = self._fields.get("sampling", m.DEFAULT_SAMPLING)
+        return n_prompt + sampling.max_tokens - n_ctx  # there is no room for the answer
 
     @property
     def _begun(self) -> bool:

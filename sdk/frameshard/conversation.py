@@ -169,15 +169,21 @@ class Turn:
         if self._system is not None:
             conversation.system = self._system
 
-    def shorten(self) -> bool:
+    def shorten(self, excess: int = 0) -> bool:
         """Forgets the oldest question and answer of the prompt, and those that are older.
 
+        :param excess: at least so many tokens do not fit. More exchanges are forgotten, as far as this needs it for
+            certain: a token has a byte or more.
         :returns: false if the prompt has none.
         """
         exchanges = self._conversation.exchanges
         n = self.n_dropped - self._n_forgotten + 1
         if n > len(exchanges):
             return False
+        excess -= exchanges[n - 1].n_bytes
+        while excess > 0 and n < len(exchanges):
+            excess -= exchanges[n].n_bytes
+            n += 1
         del exchanges[:n]
         self._n_forgotten += n
         return True

@@ -18,8 +18,10 @@ import trio
 
 import frameshard
 from frameshard import errors, system
+from frameshard.conversation import Turn
 from frameshard.testing import fake_engine
 from frameshard.wire import messages as m
+from frameshard.wire import saves
 from frameshard.wire.connection import BEAT_S
 from sidecars import DEADLINE_S, GREEDY, WORDS, alive, directory_of, freeze, in_both, in_trio, launch, thaw, until_lost
 
@@ -117,6 +119,27 @@ async def test_a_full_conversation_forgets_its_oldest_exchanges() -> None:
             await client.ask("much too much " * 10, conversation="inn", system="is not kept").completed()
         assert client.history("inn") == whole, "what is too long by itself takes no room from others"
         assert (await client.ask("again", conversation="inn").completed()).text == "again"
+
+
+@in_trio
+async def test_a_long_save_is_shortened_in_few_steps() -> None:
+    """Each step renders the whole prompt anew."""
+    words = "so " * 30
+    save = saves.write(saves.save_of([saves.Exchange(words, words)] * 300, "", "", "", "python"))
+    steps: list[int] = []
+    shorten = Turn.shorten
+
+    def counted(turn: Turn, excess: int) -> bool:
+        steps.append(excess)
+        return shorten(turn, excess)
+
+    async with launch(engine=fake_engine(n_ctx=600)) as client:
+        client.load(save, conversation="inn")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Turn, "shorten", counted)
+            answer = await client.ask("on " * 60, conversation="inn").completed()
+        assert (answer.n_dropped, answer.n_prompt) == (300 - 9, 600), "no more than needed"
+        assert 1 < len(steps) < 60
 
 
 @in_trio
