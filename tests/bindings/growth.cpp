@@ -287,6 +287,16 @@ void more_than_the_context() {
     check("and leaves the conversation as it was", longer.saved("mira").exchanges.size() == 2);
     leave_the_conversation();
 
+    // Each exchange has 80 bytes, so at most as many tokens. An answer has 256.
+    for (auto [n_prompt, n_left] : {std::pair<int64_t, int64_t>(1000, 13), {500, 16}}) {
+        Session far("growth");
+        ask_after(far, 20);
+        json message = overflow(1, 0);
+        message["error"]["detail"] = {{"n_prompt", n_prompt}, {"n_ctx", 512}};
+        hear(far, message);
+        check("leaves out at once what certainly does not fit", history_of(sent(far)) == 1 + 2 * n_left);
+    }
+
     for (const char *first : {"delta", "thought", "tool_call"}) {
         Session other("growth"); // a server may send a part before it fails
         ask_after(other, 2);

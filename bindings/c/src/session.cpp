@@ -83,6 +83,20 @@ void restore_calls(std::deque<Exchange> *exchanges, const Exchange *calls) {
     exchanges->push_back(*calls);
 }
 
+/* At least so many tokens of the job's prompt and answer do not fit; 0: not known. */
+int64_t excess_of(const json &job, const Error &overflow) {
+    auto n_prompt = overflow.detail.find("n_prompt"), n_ctx = overflow.detail.find("n_ctx");
+    if (n_prompt == overflow.detail.end() || n_ctx == overflow.detail.end() || !n_prompt->is_number_integer() ||
+        !n_ctx->is_number_integer()) {
+        return 0;
+    }
+    double excess = n_prompt->get<double>() - n_ctx->get<double>();
+    if (excess <= 0) { // there is no room for the answer
+        excess += job.value("sampling", json::object()).value("max_tokens", 256.0);
+    }
+    return int64_t(std::min(std::max(excess, 0.0), 1e15));
+}
+
 } // namespace
 
 Error error_of(const json &info) {
@@ -626,7 +640,7 @@ void Session::job_event(const json &message) {
         if (error.status == FS_CONTEXT_OVERFLOW && job.turn && !job.begun) {
             if (job.cancelled) { // this attempt failed before the sidecar got the request; there is no other
                 name = "cancelled";
-            } else if (shorten(job)) {
+            } else if (shorten(job, error)) {
                 grant(job, seq + 1);
                 by_wire_.erase(job.wire);
                 open(number);
@@ -719,12 +733,19 @@ void Session::credit(Job &job, uint64_t next) {
     }
 }
 
-/* Leaves one more exchange of the job's conversation out of its prompt. Returns false if none is in it. */
-bool Session::shorten(Job &job) {
+/* Leaves the oldest exchange in the job's prompt out of it; more, as far as the error needs this for certain: a token
+ * has a byte or more. Returns false if none is in it. */
+bool Session::shorten(Job &job, const Error &overflow) {
     if (job.conversation.empty() || job.dropped == conversations_[job.conversation].exchanges.size()) {
         return false;
     }
-    job.forgotten = job.dropped + 1;
+    const std::deque<Exchange> &exchanges = conversations_[job.conversation].exchanges;
+    int64_t excess = excess_of(job.fields, overflow);
+    job.forgotten = job.dropped;
+    do {
+        excess -= int64_t(exchanges[job.forgotten].bytes());
+        ++job.forgotten;
+    } while (excess > 0 && job.forgotten < exchanges.size());
     return true;
 }
 

@@ -136,7 +136,7 @@ class Session {
     void pass_over(Job &job, uint64_t seq);
     void credit(Job &job, uint64_t next);
     void compare(const json &message);
-    bool shorten(Job &job);
+    bool shorten(Job &job, const Error &overflow);
     void add_spoken(const Job &job, std::deque<Exchange> *exchanges) const;
     void ready(const json &model);
     Event &put(uint32_t type);
