@@ -527,7 +527,11 @@ class Sidecar:
         return self.chat(messages, warm_up=True, adapters=adapters or {})
 
     def cancel(self, job: Job) -> None:
-        """Ends a job early; :class:`Failed` with :class:`JobCancelled` follows, unless it has ended."""
+        """Ends a job early; :class:`Failed` with :class:`JobCancelled` follows, unless it has ended.
+
+        :raises BadArgument: it is no job.
+        """
+        _check_job(job)
         self._soon(job._scope.cancel)
 
     def history(self, conversation: str) -> int:
@@ -583,8 +587,9 @@ class Sidecar:
     def set_priority(self, job: Job, priority: int) -> None:
         """See :meth:`frameshard.Stream.set_priority`.
 
-        :raises BadArgument: there is no such priority.
+        :raises BadArgument: it is no job, or there is no such priority.
         """
+        _check_job(job)
         if type(priority) is not int or not 0 <= priority <= m.MAX_PRIORITY:
             raise BadArgument(f"priority must be an integer from 0 to {m.MAX_PRIORITY}", field="priority")
 
@@ -969,6 +974,14 @@ class Sidecar:
             if self._room is None:
                 self._room = trio.Event()
             await self._room.wait()
+
+
+def _check_job(job: object) -> None:
+    """
+    :raises BadArgument: it is none, such as None. The other thread, and with it the session, would end by that.
+    """
+    if not isinstance(job, Job):
+        raise BadArgument("job must be a Job, as ask returns it", field="job")
 
 
 def _kept(options: JobOptions) -> JobOptions:

@@ -289,6 +289,12 @@ def test_a_wrong_argument_fails_its_own_job_alone() -> None:
             assert (good.text, good.error) == ("one two", None)
             with pytest.raises(errors.BadArgument):
                 sidecar.set_priority(good, True)
+        for call in (sidecar.cancel, lambda job: sidecar.set_priority(job, 1)):
+            with pytest.raises(errors.BadArgument, match="must be a Job"):
+                call(None)
+        last = sidecar.ask("still here")
+        play(sidecar, lambda: last.ended)
+        assert last.text == "still here"
         assert sidecar.error is None
 
 
