@@ -6,7 +6,7 @@ A form comes from a client and is not trusted. So it is first compiled in a proc
 work for one token. A form that exceeds that limit in the middle of an answer fails its job.
 
 llguidance gets the same bytes of each token as the text of an answer, so it checks exactly the text that the client
-gets.
+gets. It is imported for the first form, because most engines never get one and it takes long to import.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from frameshard.confined import OUT_OF_TIME, Confined, Gone
 from frameshard.errors import BadArgument, Unsupported
 from frameshard.wire.messages import Sampling
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MAX_BYTES = 64 << 10
 MAX_LEXER_STATES = 50_000
@@ -73,11 +74,15 @@ class Matcher:
     """
 
     def __init__(self, tokenizer: LLTokenizer, field: str, grammar: str) -> None:
+        from llguidance import LLMatcher, LLParserLimits
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
         self._field = field
         self._n_vocab = tokenizer.vocab_size
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._mask = allocate_token_bitmask(1, self._n_vocab)
+        self._fill_mask = functools.partial(fill_next_token_bitmask, self._matcher, self._mask)
         self._check("")
 
     @property
@@ -88,7 +93,7 @@ class Matcher:
     def allowed(self) -> npt.NDArray[np.int64]:
         """Returns the ids of the tokens that may come next, ascending, shape [n]. They include the tokens that end the
         answer if it may end here."""
-        fill_next_token_bitmask(self._matcher, self._mask)
+        self._fill_mask()
         self._check(_TOO_COMPLEX)
         bits = np.unpackbits(self._mask.view(np.uint8), count=self._n_vocab, bitorder="little")
         return np.flatnonzero(bits)
@@ -170,6 +175,8 @@ class _Vocabulary:
 
 
 def _make_tokenizer(field: str, tokens: list[bytes], ends: list[int]) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     if not ends:
         raise Unsupported(f"this model has no token that ends an answer: leave {field} out")
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, ends)), eos_token=ends)
