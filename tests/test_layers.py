@@ -130,7 +130,7 @@ def test_a_start_imports_nothing_for_downloads() -> None:
     code = "import sys, frameshard.broker.__main__, frameshard.engine.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "frameshard.models" in loaded
-    unneeded = {"frameshard.downloads", "urllib.request", "http.client"}
+    unneeded = {"frameshard.downloads", "urllib.request", "http.client", "email", "zipfile", "llguidance"}
     assert not unneeded & set(loaded)
 
 

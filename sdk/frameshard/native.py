@@ -14,7 +14,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -277,10 +276,9 @@ def check_llama_cpp_python() -> None:
 
     :raises VersionMismatch: it is another version.
     """
-    try:
-        found = metadata.version("llama-cpp-python")
-    except metadata.PackageNotFoundError:
-        return  # the libraries are from LLAMA_CPP_LIB_PATH; the plugin compares ggml's commit when it loads
+    import llama_cpp
+
+    found = llama_cpp.__version__  # not by importlib.metadata, which takes long to import
     if found != LLAMA_CPP_PYTHON:
         raise errors.VersionMismatch(
             f"llama-cpp-python {found} is installed, frameshard needs {LLAMA_CPP_PYTHON}: "
