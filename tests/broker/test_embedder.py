@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
+import llama_cpp.llama
 import numpy as np
 import pytest
 import trio
@@ -78,7 +78,7 @@ async def test_rows_are_those_of_llama_cpp_and_of_sentence_transformers(encoder_
     assert rows.shape == (len(texts), 384)
     assert alone.tobytes() == rows[3:4].tobytes(), "a row depends on other texts"
     assert np.abs(np.linalg.norm(rows.astype(np.float64), axis=1) - 1).max() < 1e-3
-    reference = llama_cpp.Llama(str(encoder_path), embedding=True, verbose=False, n_threads=1)
+    reference = llama_cpp.llama.Llama(str(encoder_path), embedding=True, verbose=False, n_threads=1)
     assert n_tokens == sum(len(reference.tokenize(text.encode(), add_bos=True, special=False)) for text in texts)
     expected = np.array(reference.embed(texts, normalize=True))
     assert np.abs(rows - expected).max() < 1e-3
