@@ -358,16 +358,20 @@ def test_the_cpu_share_of_a_dense_model_is_spread() -> None:
     assert gaps.max() <= 2 + 40 // len(layers)
 
 
+def mixture(n_experts: int, n_used: int) -> Model:
+    """A mixture of experts; with the same ``n_used / n_experts`` a token reads the same bytes."""
+    shards = []
+    for i in range(24):
+        shards.append(shard(f"blk.{i}.attention", "attention", i, [(2048, 4096), (4096, 2048)]))
+        shards.append(shard(f"blk.{i}.experts", "experts", i, [(2048, 768 * 128)] * 3, n_used / n_experts))
+    return model_of(shards, 24, n_experts, n_used)
+
+
 def test_the_cpu_and_the_link_divide_experts_as_a_whole() -> None:
     profile = dataclasses.replace(H100, dram=400e9)  # CPU and link do not slow each other down
 
     def plan_of(n_experts: int, n_used: int) -> Plan:
-        shards = []
-        for i in range(24):
-            shards.append(shard(f"blk.{i}.attention", "attention", i, [(2048, 4096), (4096, 2048)]))
-            shards.append(shard(f"blk.{i}.experts", "experts", i, [(2048, 768 * 128)] * 3, n_used / n_experts))
-        model = model_of(shards, 24, n_experts, n_used)
-        return make_plan(model, profile, budget_bytes=3 << 30, fixed_bytes=900 << 20)
+        return make_plan(mixture(n_experts, n_used), profile, budget_bytes=3 << 30, fixed_bytes=900 << 20)
 
     one, eight = plan_of(16, 1), plan_of(128, 8)  # the same bytes for each token
     read_bytes = one.tiers[0].cpu_bytes / 16
@@ -375,6 +379,19 @@ def test_the_cpu_and_the_link_divide_experts_as_a_whole() -> None:
     alone_s = read_bytes / max(H100.cpu_gemv, H100.h2d)
     assert one_s > alone_s  # one missing expert is computed by the CPU or copied
     assert eight_s < one_s - 0.1 * alone_s
+
+
+@pytest.mark.parametrize(("n_experts", "n_used"), [(16, 1), (8, 2), (32, 4)])
+@pytest.mark.parametrize("weights", ["pinned", "staged"])
+def test_a_few_missing_experts_are_copied_wherever_the_cpu_is_quicker(
+    n_experts: int, n_used: int, weights: str
+) -> None:
+    """Else the expert cache would keep for ever the first experts that were chosen. And two sequences are predicted as
+    one is: the CPU is not slowed down by copies that there are none of."""
+    profile = dataclasses.replace(H100, fingerprint={"device": "CUDA0", "weights": weights}, h2d=25e9)
+    plan = make_plan(mixture(n_experts, n_used), profile, budget_bytes=3 << 30, fixed_bytes=900 << 20)
+    assert 1 / 64 < plan.expert_stream_share < 1 / 8
+    assert plan.predicted_decode_s(2) < 2.05 * plan.predicted_decode_s(1)
 
 
 def test_copies_by_the_cpu_take_turns_with_its_work() -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import comb
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +65,10 @@ _COMPARED_S = 3.3e-9
 _MASKED_S = 0.25e-9
 _LOOKED_UP = 6.5e9
 _INPUTS = 14e9
+# The shares of missing experts to copy that a plan compares: among them all multiples of a half, a third, a quarter, a
+# sixth and an eighth, because the experts of a layer are not divided. None is 0: a full expert cache would for ever
+# keep what it holds, whatever the model chooses. The least one costs a token up to 7 % where copies are slow.
+_SHARES = np.arange(3, 97) / 96
 _LEAST_OFFLOADED = 32  # llama.cpp copies weights to the GPU for graphs with at least so many tokens
 
 
@@ -260,8 +263,8 @@ class _Beside(NamedTuple):
 
 
 class _LayersOfExperts(NamedTuple):
-    """A token's missing experts in all layers. Each is computed by the CPU or copied to the device as a whole, so if a
-    layer misses only one, the CPU and the copies take turns.
+    """The missing experts of a graph with few tokens, in all layers. Each is computed by the CPU or copied to the
+    device as a whole, so if a layer misses only one, the CPU and the copies take turns.
 
     :param n_used: the experts that a layer uses.
     :param missing: the probability that one of them is missing.
@@ -277,35 +280,32 @@ class _LayersOfExperts(NamedTuple):
     meetings_s: float
     beside: _Beside
 
-    def best(self) -> tuple[float, float]:
-        """The share of the missing experts to copy, and the time until they are computed and copied."""
-        balanced = (self.here_s + self.meetings_s) / max(self.here_s + self.there_s, 1e-12)
-        shares = np.append(min(balanced, 1.0), np.linspace(0, 1, 4 * self.n_used + 1))
-        seconds = self._seconds(shares)
-        best = int(seconds.argmin())
-        return float(shares[best]), float(seconds[best])
+    def best_share(self) -> float:
+        """The share of the missing experts to copy."""
+        return float(_SHARES[self.seconds(_SHARES)[0].argmin()])
 
-    def _seconds(self, shares: Floats) -> Floats:
+    def seconds(self, shares: Floats) -> tuple[Floats, Floats]:
+        """For each share of experts to copy: the time until they are computed and copied, and that of the CPU alone."""
         n = np.arange(self.n_used + 1)
-        combinations = [comb(self.n_used, int(i)) for i in n]
-        chances = combinations * self.missing**n * (1 - self.missing) ** (self.n_used - n)
+        chances = reduce(np.convolve, [(1 - self.missing, self.missing)] * self.n_used, np.ones(1))
         # The device copies so many experts of a layer that the share is reached over several layers.
         wanted = np.minimum(shares[:, None] * n, n)
         fewer = np.floor(wanted)
-        more = np.minimum(fewer + 1, n)
-        in_layers = (fewer + 1 - wanted) * self._layers_s(n, fewer) + (wanted - fewer) * self._layers_s(n, more)
-        mean: Floats = in_layers @ chances
-        return mean
+        part = wanted - fewer
+        pairs = zip(self._layers_s(n, fewer), self._layers_s(n, np.minimum(fewer + 1, n)), strict=True)
+        whole_s, computed_s = (((1 - part) * less + part * more) @ chances for less, more in pairs)
+        return whole_s, computed_s
 
-    def _layers_s(self, n: NDArray[np.int64], copied: Floats) -> Floats:
-        """The time if each layer misses ``n`` experts of which so many are copied."""
+    def _layers_s(self, n: NDArray[np.int64], copied: Floats) -> tuple[Floats, Floats]:
+        """The same if each layer misses ``n`` experts of which so many are copied."""
         each = max(self.n_used * self.missing, 1e-12)
         computed = n - copied
         computed_s = self.here_s * computed / each + np.where(computed > 0, self.meetings_s, 0.0)
         copied_s = self.there_s * copied / each
         computed_s /= np.where(copied > 0, 1.0, 1 + self.beside.cpu_longer)
         copied_s /= np.where(computed > 0, 1.0, 1 + self.beside.copies_longer)
-        return np.maximum(computed_s, copied_s)
+        whole_s = computed_s + copied_s if self.beside.in_turns else np.maximum(computed_s, copied_s)
+        return whole_s, computed_s
 
 
 class _Divided(NamedTuple):
@@ -476,33 +476,21 @@ class Graph:
         single_rate = costs.profile.copy_rate(costs.experts.matrix_bytes) / (1 + self._beside.copies_longer)
         there_s = (touched / single_rate + self.on_device) * (1 - share) * uncached
         here_s = (1 + self._beside.cpu_longer) * costs.conditions.cpu_factor * self.on_host * (1 - share) * uncached
-        any_s = np.where(missing, costs.meetings_s * (1 - share), 0.0)
-        here, there, meetings = (float(each[missing].sum()) for each in (here_s, there_s, any_s))
+        meetings_s = costs.meetings_s * (1 - share)
+        here, there, meetings = (float(each[missing].sum()) for each in (here_s, there_s, meetings_s))
+        work = _LayersOfExperts(round(float(used.sum())), uncached, here, there, meetings, self._beside)
         # The device uses one share for all sizes of graphs: the best one for a single token.
-        if n_tokens > 1:
-            self.expert_stream_share = costs.stream_share
-        elif self._beside.in_turns:  # so all go the faster way
-            self.expert_stream_share = float(here + meetings > there)
-        else:
-            work = _LayersOfExperts(round(float(used.sum())), uncached, here, there, meetings, self._beside)
-            self.expert_stream_share, whole_s = work.best()
-        left = 1 - self.expert_stream_share
-        any_s = any_s * min(float(used.sum()) * uncached * left, 1.0)
+        self.expert_stream_share = work.best_share() if n_tokens == 1 else costs.stream_share
+        whole_s, computed_s = (float(each[0]) for each in work.seconds(np.array([self.expert_stream_share])))
+        of_layer = here_s / max(here, 1e-12)
         on_device_s = self.on_device * share
         on_device_s = on_device_s + np.where(missing, self.on_device * (1 - share) * cached + costs.kernels_s, 0.0)
         copied_s = np.where(missing, self.fetched * (1 - share) / single_rate, 0.0)
         at_least = _CHOICE + _INPUT
         turns = np.where(missing, at_least + (costs.handoffs - at_least) * uncached, costs.handoffs)
-        self._computed_s = np.where(missing, any_s + here_s * left, self._computed_s)
-        self._computed_bytes = self._computed_bytes * np.where(missing, left, 1.0)
-        sent_s = there_s * self.expert_stream_share
-        if self._beside.in_turns:
-            missing_s = self._computed_s + sent_s
-        elif n_tokens == 1:
-            missing_s = here_s * whole_s / max(here, 1e-12)
-        else:
-            missing_s = np.maximum(self._computed_s, sent_s)
-        cpu_s = np.where(missing, missing_s, cpu_s)
+        self._computed_s = np.where(missing, of_layer * computed_s, self._computed_s)
+        self._computed_bytes = self._computed_bytes * np.where(missing, 1 - self.expert_stream_share, 1.0)
+        cpu_s = np.where(missing, of_layer * whole_s, cpu_s)
         return cpu_s, on_device_s, turns, copied_s
 
     def _whole_experts(self, costs: Costs, n_tokens: int) -> tuple[Floats, float]:

@@ -119,7 +119,7 @@ class Plan:
     :param resident: the number of shards that are resident, from the start of the ladder.
     :param tiers: the placements of the other shards, by the size of a graph.
     :param expert_stream_share: from 0 to 1. It concerns the experts that a token needs and that are neither resident
-        nor cached: this share of them is copied, and the CPU computes the others in about the same time.
+        nor cached: this share of them is copied, and the CPU computes the others.
     :param disk_bytes: weights that a decode of one token reads from disk, on average.
     :param n_ubatch: the most tokens of one step of a prompt.
     :param corrections: what serving has shown; the methods named ``predicted_`` count it in.
