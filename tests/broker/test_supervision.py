@@ -1002,6 +1002,17 @@ def test_signals_end_the_broker_in_good_order(name: str) -> None:
 
 
 @in_trio
+async def test_a_sidecar_that_nohup_has_started_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with launch() as client:
+            os.kill((await client.stats()).broker.pid, signal.SIGHUP)
+            assert (await client.complete(WORDS).completed()).text == WORDS
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@in_trio
 async def test_a_killed_broker_takes_its_engine_with_it_and_the_next_launch_cleans_up() -> None:
     async with launch() as client:
         broker = (await client.stats()).broker

@@ -43,8 +43,10 @@ sidecar and 32 clients need 70. The rest is for a flood of connections, until th
 
 OOM_SCORE_ADJ = 500
 
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
 """They ask the sidecar to end."""
+if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` ignores it
+    _SIGNALS.append(signal.SIGHUP)
 
 
 def serve(
