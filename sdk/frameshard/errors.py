@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, TypeVar
+
+_AT_A_LIMIT = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_NO_THREAD = "can't start new thread"  # how Python says that the system gives none
 
 
 class FrameshardError(Exception):
@@ -114,7 +118,7 @@ class VersionMismatch(FrameshardError):
 
 class OutOfMemory(FrameshardError):
     """The device refused memory that the budget allows, because another program uses it: lower the budget. Or the
-    system has no host memory for a request."""
+    system has no host memory, thread, process or open file for a request."""
 
     code, name, retriable = 25, "out_of_memory", True
 
@@ -197,15 +201,27 @@ def internal(logger: logging.Logger, what: str, error: Exception) -> FrameshardE
 
     :param logger: gets the traceback of an exception that is not typed.
     :param what: what failed, as the subject of a sentence, such as "a budget change".
-    :returns: `error` itself if it is typed already, ``out_of_memory`` for a MemoryError, else an ``internal`` error.
+    :returns: `error` itself if it is typed already; ``out_of_memory`` if the system has no more memory, threads,
+        processes or file descriptors; else an ``internal`` error.
     """
     if isinstance(error, FrameshardError):
         return error
-    if isinstance(error, MemoryError):
-        logger.warning("%s failed: there is no host memory for it", what)
-        return OutOfMemory(f"{what} failed: there is no host memory for it")
+    if lacks := _lacks(error):
+        logger.warning("%s failed: %s", what, lacks)
+        return OutOfMemory(f"{what} failed: {lacks}")
     logger.error("%s failed by a defect of frameshard", what, exc_info=error)
     return FrameshardError(f"{what} failed by a defect of frameshard: {type(error).__name__}: {error}")
+
+
+def _lacks(error: Exception) -> str:
+    """What the system has none of, as a sentence; "" if the exception does not say that."""
+    if isinstance(error, MemoryError):
+        return "there is no host memory for it"
+    if isinstance(error, OSError) and error.errno in _AT_A_LIMIT:
+        return f"the system is at a limit: {error.strerror}"
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        return f"the system is at a limit: {error}"
+    return ""
 
 
 @contextlib.contextmanager

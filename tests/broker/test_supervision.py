@@ -788,6 +788,33 @@ process.Counting.ask, process.Budgets._rest = count, wait"""
 
 
 @in_trio
+async def test_a_system_without_threads_ends_no_engine(deep_model: Path, tmp_path: Path) -> None:
+    """What needs a new thread fails alone. The engine keeps the threads that it has for plans and files."""
+    patch = """
+import threading
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+whole = process.report.ready
+def ready(*args):
+    event = whole(*args)
+    threading.Thread.start = refuse
+    return event
+process.report.ready = ready"""
+    options = {"device": "emulated", "n_ctx": 512, "n_parallel": 1, "n_threads": 1, **PATIENT}
+    async with frameshard.launch(deep_model, engine=patched_engine(patch), **options) as client:
+        sampling = frameshard.Sampling(max_tokens=400, temperature=0.0)
+        async with client.complete("Once", conversation="a", sampling=sampling) as stream:
+            await stream.__anext__()
+            floor_bytes = (await client.caps_and_requirements()).floor_bytes
+            await client.set_budget(floor_bytes / (1 << 20) + 1)  # plans are made beside the answer
+            assert (await stream.completed()).n_generated == 400
+        assert (await client.save_kv("a", tmp_path / "a.kv")).n_tokens > 400
+        with pytest.raises(errors.OutOfMemory, match="at a limit: can't start new thread"):
+            await client.chat([{"role": "user", "content": "Hello"}]).completed()
+        assert (await client.stats()).broker.engine_restarts == 0
+
+
+@in_trio
 async def test_a_job_whose_preparation_hangs_fails_alone(talking_model: Path) -> None:
     """The engine's main thread still answers pings."""
     patch = """

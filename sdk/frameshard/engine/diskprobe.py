@@ -112,8 +112,11 @@ def _rate(fd: int, size: int, seconds: float) -> float:
                 ended[reader] = time.monotonic()
 
     threads = [threading.Thread(target=work, args=(reader,)) for reader in range(_READERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+    finally:  # also if the system does not give all of them: the caller closes the file
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
     return sum(done) / max(max(ended) - start, 1e-9)

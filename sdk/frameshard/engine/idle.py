@@ -153,9 +153,12 @@ class IdleDisk:
     def work(self) -> None:
         """Starts the measurement, if the moment is still idle."""
         if self._rates is not None and self.due_in() == 0.0:
-            self.running = True
             given = self._rates, self._disturbed_at
-            threading.Thread(target=self._measure, args=given, name="disk", daemon=True).start()
+            try:
+                threading.Thread(target=self._measure, args=given, name="disk", daemon=True).start()
+                self.running = True
+            except RuntimeError:  # the system gives no thread now: try again later
+                self.disturb()
 
     def _measure(self, rates: Rates, disturbed_at: float) -> None:
         of_disk: diskprobe.Rates = {}

@@ -18,7 +18,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Annotated, BinaryIO
 
@@ -31,6 +31,7 @@ from frameshard.engine.adapters import AdapterSet
 from frameshard.engine.kvstore import Blob
 from frameshard.engine.link import BrokerGone
 from frameshard.engine.llama import Memory
+from frameshard.engine.onethread import one_thread
 from frameshard.engine.reuse import Reuse
 from frameshard.engine.runtime import STOCK, Runtime
 from frameshard.engine.sequences import pack_shapes
@@ -266,7 +267,7 @@ class KvFiles:
         self._send = send
         self._post = post
         self._engine = identity(runtime)
-        self._thread = ThreadPoolExecutor(1, "kv files")
+        self._thread = one_thread("kv files")
         self._lock = threading.Lock()
         self._work: list[Future[None]] = []
         self._part: BinaryIO | None = None

@@ -155,16 +155,16 @@ class Engine:
         :param proc: where /proc is, to read how much memory the machine has.
         :returns: the exit code.
         """
-        threading.Thread(target=self._read, daemon=True, name="reader").start()
-        for name, serve in (
-            ("budget", self._serve_budgets),
-            ("plan", self._what_if.serve),
-            ("count", self._counting.serve),
-            ("adapter", self._serve_adapters),
-            ("watch", partial(self._watch, proc)),
-        ):
-            threading.Thread(target=self._when_loaded, args=(name, serve), daemon=True, name=name).start()
         try:
+            threading.Thread(target=self._read, daemon=True, name="reader").start()
+            for name, serve in (
+                ("budget", self._serve_budgets),
+                ("plan", self._what_if.serve),
+                ("count", self._counting.serve),
+                ("adapter", self._serve_adapters),
+                ("watch", partial(self._watch, proc)),
+            ):
+                threading.Thread(target=self._when_loaded, args=(name, serve), daemon=True, name=name).start()
             while not self._stop:
                 self._turn()
         except BrokerGone:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 
+from frameshard.engine.onethread import one_thread
 from frameshard.engine.placement import Placement
 from frameshard.errors import BudgetBelowFloor
 from frameshard.plan.plans import Plan
@@ -29,7 +30,7 @@ class Replanner:
     def __init__(self, on_main: Callable[[Callable[[], None]], None], adopt: Callable[[Plan], None]) -> None:
         self._on_main, self._adopt = on_main, adopt
         self._wanted = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "replan")
+        self._thread = one_thread("replan")
         self._made: Future[Plan] | None = None
 
     def want(self) -> None:
