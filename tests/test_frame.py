@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
+import os
 import re
 import struct
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from frameshard import errors, frame
+from frameshard.broker import frameblock
 
 DOCUMENT = (Path(__file__).parents[1] / "bindings" / "PROTOCOL.md").read_text()
 LAYOUT = {name: (int(at), kind) for at, kind, name in re.findall(r"^\| (\d+) \| (u\d\d) \| `(\w+)` \|", DOCUMENT, re.M)}
@@ -145,3 +148,25 @@ def test_what_is_no_frame_block_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(bytes(frame.PAGE_BYTES))
     with pytest.raises(errors.BadArgument):
         frame.FrameBlock(tmp_path / "other")
+
+
+def test_nothing_is_left_of_a_frame_block_for_which_there_is_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that asks again and again would otherwise use up the descriptors of the sidecar."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    memory, free = frameblock.FrameBlockMemory(tmp_path), os.dup(0)
+    os.close(free)
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refuse)
+        for _ in range(2):
+            with pytest.raises(errors.OutOfMemory, match="the frame block cannot be made: Cannot allocate memory"):
+                memory.path()
+    fd = os.dup(0)
+    os.close(fd)
+    assert fd == free
+    assert not list(tmp_path.iterdir())
+    frame.FrameBlock(memory.path()).close()
