@@ -31,6 +31,10 @@ from frameshard import models, system
 from frameshard.testing import fake_engine
 from servers import sidecar
 
+# The tests start some thousand processes. Without bytecode each of them would compile what it imports anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 EXCEPTIONS: dict[str, str] = {}
 """Tests that do not run on this system: the start of their id, and why."""
 
