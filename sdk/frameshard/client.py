@@ -224,7 +224,8 @@ class Stream:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancels the job unless it has ended. Returns at once. The engine stops within the time of one shard."""
+        """Cancels the job unless it has ended. Returns at once. The engine stops within the time of one shard. If
+        another task reads the stream, its iteration ends, and its :meth:`completed` raises :class:`JobCancelled`."""
         self._leave()
 
     def __aiter__(self) -> Stream:
@@ -241,8 +242,12 @@ class Stream:
                     await self._wait_for_room()
                 event = await self._events.receive()
             except EndOfChannel:
+                if self._ended:
+                    break
                 self._end(failed=True)
                 raise self._client._why() from None
+            if self._ended:  # another task has closed the stream meanwhile
+                break
             self._client._taken(event)
             if isinstance(event, m.Delta):
                 self.text += event.text
@@ -406,6 +411,8 @@ class Stream:
             self._client._drop(self._request)
         if self._job is not None and not self._ended:
             self._client._leave(self._job)
+            if self._events is not None:
+                self._events.close()  # another task may wait for it
         self._end(failed=failed)
 
     def _end(self, *, failed: bool = False) -> None:

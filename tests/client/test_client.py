@@ -250,6 +250,29 @@ async def test_a_question_that_is_being_shortened_is_cancelled() -> None:
 
 
 @in_both
+async def test_a_stream_that_another_task_reads_is_closed() -> None:
+    ended: list[Any] = []
+
+    async def iterate(stream: frameshard.Stream) -> None:
+        ended.append([event.text async for event in stream])
+
+    async def complete(stream: frameshard.Stream) -> None:
+        with pytest.raises(errors.JobCancelled, match="closed"):
+            await stream.completed()
+        ended.append("completed")
+
+    async with launch(engine=fake_engine(delay_s=3600.0)) as client, anyio.create_task_group() as group:
+        for read in (iterate, complete):
+            async with client.ask("la") as stream:
+                group.start_soon(read, stream)
+                await anyio.wait_all_tasks_blocked()
+        with anyio.fail_after(DEADLINE_S):
+            while len(ended) < 2:
+                await anyio.lowlevel.checkpoint()
+    assert ended == [[], "completed"]
+
+
+@in_both
 async def test_a_question_that_finds_no_place_when_it_is_shorter_leaves_the_history() -> None:
     async with launch(engine=fake_engine(n_ctx=12), max_jobs=1) as client:
         for index in range(3):
