@@ -1251,8 +1251,9 @@ class ClientScope:
                         stderr=subprocess.PIPE,  # until it writes to the log itself: see broker/__main__.py
                         **child.options,
                     )
-            except OSError as error:
-                raise EngineDied(f"the sidecar cannot be started with {command[0]}: {error.strerror}") from None
+            except (OSError, RuntimeError) as error:  # RuntimeError: trio has no thread to start it in
+                why = error.strerror if isinstance(error, OSError) else error
+                raise EngineDied(f"the sidecar cannot be started with {command[0]}: {why}") from None
             line, output, status, failure = b"", bytearray(), None, None
             async with anyio.create_task_group() as group:
                 group.start_soon(_copy_words, self._sidecar, log, output)

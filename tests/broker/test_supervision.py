@@ -146,6 +146,8 @@ async def test_a_process_for_which_there_is_no_thread_cannot_be_started(monkeypa
     monkeypatch.setattr(trio.lowlevel, "open_process", no_thread)
     with pytest.raises(OSError, match="can't start new thread"):
         await system.start_with_stream(fake_engine(), os.environ)
+    with pytest.raises(errors.EngineDied, match=r"the sidecar cannot be started .*: can't start new thread"):
+        await launch().__aenter__()
 
 
 @in_trio
