@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -504,6 +505,14 @@ def test_a_plan_is_little_work() -> None:
     assert max(calls(48, mib) for mib in budgets) < 200_000
     assert min(calls(48, mib) for mib in budgets) < 70_000
     assert calls(96, 2048) < 6 * calls(48, 2048)
+
+
+def test_several_long_prompts_are_predicted_with_the_work_of_one() -> None:
+    plan = make_plan(dense(8), H100, budget_bytes=2 << 30, fixed_bytes=900 << 20)
+    for predict in (plan.predicted_ttft, plan.bound_ttft):
+        assert predict(16384, 4) == pytest.approx(4 * predict(16384))
+        one, four = (count_calls(partial(predict, 16384, n)) for n in (1, 4))
+        assert four < 1.1 * one
 
 
 def test_summary_is_plain(model_path: Path) -> None:

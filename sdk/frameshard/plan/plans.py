@@ -143,12 +143,14 @@ class Plan:
     def predicted_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """Predicted seconds to prefill ``n_parallel`` prompts of ``n_tokens`` tokens each, from an empty context.
         Several prompts share a graph if they fit."""
-        return self._predicted_s("prompt", self._graphs(n_tokens, n_parallel))
+        times, n_together = self._rounds(n_tokens, n_parallel)
+        return times * self._predicted_s("prompt", self._graphs(n_tokens, n_together))
 
     def bound_ttft(self, n_tokens: int, n_parallel: int = 1) -> float:
         """A lower bound of :meth:`predicted_ttft`, for any placement of the shards that are not resident."""
-        graphs = self._graphs(n_tokens, n_parallel)
-        return self._prompts.costs(_largest(graphs)).bound(graphs, may_use_cpu=self.mode == "planned")
+        times, n_together = self._rounds(n_tokens, n_parallel)
+        graphs = self._graphs(n_tokens, n_together)
+        return times * self._prompts.costs(_largest(graphs)).bound(graphs, may_use_cpu=self.mode == "planned")
 
     def predicted_decode_s(self, n_parallel: int = 1, n_each: int = 1) -> float:
         """Predicted seconds of a graph with ``n_each`` tokens of each of ``n_parallel`` sequences, and the logits of
@@ -225,6 +227,11 @@ class Plan:
         share = self._costs.resident_share - prompt_costs.resident_share
         n_bytes = max(host_kv, 0.0) + float(self._costs.shards.n_bytes @ np.maximum(share, 0.0))
         return n_bytes / self._costs.profile.h2d
+
+    def _rounds(self, n_tokens: int, n_parallel: int) -> tuple[int, int]:
+        """How many times the same graphs prefill prompts, and how many prompts each time: those of several steps are
+        read one after the other."""
+        return (n_parallel, 1) if n_tokens > self.n_ubatch else (1, n_parallel)
 
     def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[GraphSize]:
         """The graphs that prefill the prompts."""
