@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import trio
+import zmq
 
 import frameshard
 import servers
@@ -251,3 +253,38 @@ def test_a_connect_file_that_leads_elsewhere_is_refused(built: Path, tmp_path: P
     said = subprocess.run([built / "runner_c"], input=command + "\n", capture_output=True, text=True, timeout=60)
     answer = json.loads(said.stdout.splitlines()[0])
     assert (answer["ok"], answer["error"]) == (False, "bad_argument")
+
+
+def test_what_is_no_connect_file_is_refused_at_once(built: Path, tmp_path: Path) -> None:
+    """A pipe must not be waited for, and a model not be read."""
+    library = ctypes.CDLL(str(built / "libframeshard.so"))
+    library.fs_last_error.restype = ctypes.c_char_p
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(1 << 40)
+    client = ctypes.c_void_p()
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "large"):
+        status = library.fs_connect(str(path).encode(), None, ctypes.byref(client))
+        assert status == frameshard.errors.BadArgument.code
+        assert f"{path} is no connect file" in library.fs_last_error(None).decode()
+
+
+def test_signals_of_the_host_leave_no_threads_of_closed_clients(built: Path, tmp_path: Path) -> None:
+    library = ctypes.CDLL(str(built / "libframeshard.so"))
+    library.fs_close.argtypes = [ctypes.c_void_p, ctypes.c_double]
+    public = zmq.curve_keypair()[0].decode()
+    keys = dict.fromkeys(("server_key", "client_key", "client_secret"), public)
+    info = {"protocol": 1, "epoch": 1, "pid": 1, "endpoint": "tcp://127.0.0.1:9", **keys}
+    (tmp_path / "connect.json").write_text(json.dumps(info))
+    client = ctypes.c_void_p()
+    before = len(os.listdir("/proc/self/task"))
+    handler = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        for _ in range(60):
+            assert library.fs_connect(str(tmp_path / "connect.json").encode(), None, ctypes.byref(client)) == 0
+            library.fs_close(client, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert len(os.listdir("/proc/self/task")) <= before

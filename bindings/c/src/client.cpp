@@ -7,6 +7,7 @@
 #include "frameshard.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -50,6 +51,7 @@ using frameshard_core::word_of;
 namespace {
 
 constexpr size_t kMaxLine = 1 << 16;
+constexpr size_t kMaxConnectFile = 1 << 16; // bytes
 constexpr double kLookAtProcessSeconds = 0.05;
 constexpr double kGoodbyeSeconds = 1.0;
 constexpr double kLongestWaitSeconds = 3600.0;
@@ -77,7 +79,8 @@ struct fs_client {
             zmq_close(socket);
         }
         if (context != nullptr) {
-            zmq_ctx_term(context);
+            while (zmq_ctx_term(context) != 0 && zmq_errno() == EINTR) { // a signal of the host has interrupted it
+            }
         }
     }
 
@@ -143,6 +146,27 @@ bool is_endpoint(const std::string &text) {
     std::string port = text.substr(tcp.size());
     return !port.empty() && port.size() <= 5 && port[0] != '0' &&
            port.find_first_not_of("0123456789") == std::string::npos && std::stoi(port) <= 65535;
+}
+
+/* Returns what is in a connect file. Throws Refused if there is none at `path`. */
+json connect_info(const std::string &path) {
+    std::error_code error;
+    std::filesystem::file_status found = std::filesystem::status(std::filesystem::u8path(path), error);
+    if (std::filesystem::exists(found) && !std::filesystem::is_regular_file(found)) { // opening a pipe would wait
+        refuse(FS_BAD_ARGUMENT, path + " is no connect file: it is no regular file");
+    }
+    std::ifstream file(std::filesystem::u8path(path), std::ios::binary);
+    if (!file) {
+        refuse(FS_CONNECTION_LOST, "no sidecar has left its connect file at " + path);
+    }
+    std::string text(kMaxConnectFile + 1, '\0'); // of a larger file, such as a model, no more is read
+    file.read(&text[0], std::streamsize(text.size()));
+    text.resize(size_t(file.gcount()));
+    json info = text.size() > kMaxConnectFile ? json() : json::parse(text, nullptr, false);
+    if (!info.is_object()) {
+        refuse(FS_BAD_ARGUMENT, path + " is no connect file");
+    }
+    return info;
 }
 
 /* Throws Refused unless `info` is a ConnectInfo, from a ready line or a connect file. */
@@ -637,14 +661,8 @@ fs_status fs_connect(const char *connect_file, const char *client_name, fs_clien
         std::string path = text_of("connect_file", connect_file, 1, 4096);
         auto made =
             std::make_unique<fs_client>(client_name == nullptr ? "c" : text_of("client_name", client_name, 0, 64));
-        std::ifstream file(std::filesystem::u8path(path), std::ios::binary);
-        std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-        if (!file) {
-            refuse(FS_CONNECTION_LOST, "no sidecar has left its connect file at " + path);
-        }
         made->connect_file = path;
-        json info = json::parse(text, nullptr, false);
-        made->connect(info);
+        made->connect(connect_info(path));
         *client = made.release();
     });
 }
