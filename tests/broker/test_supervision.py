@@ -1027,7 +1027,11 @@ def test_signals_end_the_broker_in_good_order(name: str) -> None:
             gone_after([broker.pid, broker.engine_pid])
             assert not directory.exists()
 
-    run()
+    before = signal.signal(getattr(signal, name), signal.default_int_handler)  # also where nohup runs the tests
+    try:
+        run()
+    finally:
+        signal.signal(getattr(signal, name), before)
 
 
 @in_trio

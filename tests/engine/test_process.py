@@ -711,7 +711,7 @@ def test_an_engine_whose_thread_fails_says_why_and_ends(deep_model: Path) -> Non
     with engine(deep_model, host_budget_bytes=1 << 30) as child:  # measured every two seconds then
         resource.prlimit(child.process.pid, resource.RLIMIT_NOFILE, (0, 0))
         fatal = child.wait_for("fatal")
-        assert fatal["error"]["name"] == "internal"
+        assert fatal["error"]["name"] == "out_of_memory"
         assert "the watch thread failed" in fatal["error"]["message"]
         assert child.process.wait(DEADLINE_S) == 3
 
