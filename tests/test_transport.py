@@ -6,7 +6,7 @@ import pytest
 import trio
 import zmq
 
-from frameshard.transport import MAX_DROPPED, STEP_PARTS, Flooded, Socket, Unreachable, configure
+from frameshard.transport import MAX_DROPPED, MESSAGES_IN_TURN, STEP_PARTS, Flooded, Socket, Unreachable, configure
 from sidecars import in_trio
 
 COUNT = 20_000
@@ -121,6 +121,31 @@ async def test_a_message_of_too_many_parts_is_given_up() -> None:
             nursery.cancel_scope.cancel()
         assert flood.value.first == b"first"
         assert turns >= MAX_DROPPED // STEP_PARTS // 2  # trio runs the ready tasks in any order
+
+
+@in_trio
+async def test_messages_that_wait_are_received_several_in_a_turn() -> None:
+    """A request must not wait for a turn of all other tasks for each request before it."""
+    n_messages = 10 * MESSAGES_IN_TURN
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://turns")
+        theirs.connect("inproc://turns")
+        for number in range(n_messages):
+            theirs.send(b"%d" % number)
+        turns = 0
+
+        async def work() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(work)
+            socket = Socket(ours)
+            assert [int((await socket.receive())[0]) for _ in range(n_messages)] == list(range(n_messages))
+            nursery.cancel_scope.cancel()
+        assert 5 <= turns <= 20
 
 
 @in_trio

@@ -966,14 +966,15 @@ class Client:
                 raise self._why()
             raise BadArgument("no further answer to this request comes")
         # The time limit counts heartbeats, so time in which either process was stopped does not count. The time before
-        # the request is sent does not count either.
+        # the request is sent does not count either: the limit begins with the first wait that begins after it.
         due_beats = self._core.heard_beats + timeout_s / BEAT_S
         answer = None
         try:
             while answer is None:
+                held_up = self._held_up(request_id, while_loading)
                 with anyio.move_on_after(max(BEAT_S, (due_beats - self._core.heard_beats) * BEAT_S)):
                     answer = await inbox.receive()
-                if self._core.waits(request_id) or (while_loading and self._core.engine in _LOADING):
+                if held_up or self._held_up(request_id, while_loading):
                     due_beats = self._core.heard_beats + timeout_s / BEAT_S
                 elif answer is None and self._core.heard_beats >= due_beats:
                     raise DeadlineMissed(f"no answer within {timeout_s:g} s")
@@ -985,6 +986,10 @@ class Client:
         if isinstance(answer, m.Error):
             raise answer.error.exception()
         return answer
+
+    def _held_up(self, request_id: int, while_loading: bool) -> bool:
+        """Whether a request cannot be answered yet: it is not sent, or waits for an engine that is being loaded."""
+        return self._core.waits(request_id) or (while_loading and self._core.engine in _LOADING)
 
     # ---- tasks ------------------------------------------------------------------------------------------------------
 

@@ -434,7 +434,8 @@ def test_random_bytes_end_in_text_or_in_an_error(parts: list[bytes]) -> None:
 
 
 def test_an_answer_is_limited() -> None:
-    for data in (SSE * 3000, b"\n" * 700_000, b"data:" + b" " * 70_000):
+    long = b" " * 70_000
+    for data in (SSE * 3000, b"\n" * 700_000, b"data:" + long, b"data:" + long + b"\n", b":" + long + b"\n" + END):
         with pytest.raises(BadAnswer):
             read_all(data, [])
 

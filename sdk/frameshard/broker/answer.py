@@ -9,6 +9,7 @@ answer may break off, and another one takes its place. Their arguments are not r
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,10 @@ PIECE_CHARS = 8192
 """The most characters that are given out at once, so that they fit into one event."""
 
 _MAX_COUNT = 1 << 31
+
+_DATA_OR_TOO_LONG = re.compile(rb"^(?:data:(.*)|.{%d,})$" % (MAX_LINE_BYTES + 1), re.MULTILINE)
+"""Matches the lines that are read. A server may send millions of other lines (comments, names of events, empty ones),
+which must not take time for each."""
 
 
 class BadAnswer(Exception):
@@ -83,11 +88,11 @@ class AnswerReader:
         self._left_bytes -= len(data)
         if self._left_bytes < 0:
             raise BadAnswer("it sends more than an answer of this length needs")
-        *lines, self._line = (self._line + data).split(b"\n")
-        for line in lines:
-            self._check_length(line)
-            if not self.over and line.startswith(b"data:"):  # other lines are comments and names of events
-                yield from self._take(line[5:].strip())
+        lines, _, self._line = (self._line + data).rpartition(b"\n")
+        for line in _DATA_OR_TOO_LONG.finditer(lines):
+            self._check_length(line[0])
+            if not self.over:
+                yield from self._take(line[1].strip())
         self._check_length(self._line)
 
     def _check_length(self, line: bytes) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from frameshard.broker.fallback import Away
 from frameshard.broker.images import NO_IMAGES, HeldImages
@@ -83,7 +84,7 @@ class Job:
         """It may go to the fallback server: its answer has not begun."""
         return self.away.may_go and not self.tokens and self.away.given is None
 
-    @property
+    @cached_property
     def conversation(self) -> str | None:
         """The engine's name for its conversation."""
         name = self.request.conversation
