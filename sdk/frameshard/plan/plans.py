@@ -234,14 +234,14 @@ class Plan:
         return (n_parallel, 1) if n_tokens > self.n_ubatch else (1, n_parallel)
 
     def _graphs(self, n_tokens: int, n_parallel: int = 1) -> list[GraphSize]:
-        """The graphs that prefill the prompts."""
+        """The graphs of one of the :meth:`_rounds` that prefill prompts."""
         if n_tokens > self.n_ubatch:
             steps, done = [], 0
             while done < n_tokens:
                 size = next_step(n_tokens - done, self.n_ubatch, exact=self.mode == "stream_only")
                 steps.append(GraphSize(size, done, 1))
                 done += size
-            return steps * n_parallel
+            return steps
         together = min(self.n_ubatch // n_tokens, n_parallel)
         groups = [min(together, n_parallel - done) for done in range(0, n_parallel, together)]
         return [GraphSize(n * n_tokens, 0, n) for n in groups]
