@@ -183,7 +183,7 @@ class Placement:
 
     def _measure_steps(self, sizes: Sequence[int], graph_bytes: Callable[[int], int]) -> None:
         """Measures the compute buffers of steps, by graphs that do not run. They are at the start of a context; in a
-        full one the masks are larger.
+        full one the masks are larger. That of the largest step is known, since the context was made for it.
 
         :raises BudgetBelowFloor: the floor must be raised for decodes, and the budget is below it.
         """
@@ -207,7 +207,7 @@ class Placement:
             self.device.set_floor_graphs(decode_bytes)
             floor_bytes = self.device.stats().floor_graph_bytes
             self.require_floor()
-        graphs = ((n_tokens, whole(n_tokens)) for n_tokens in sizes)
+        graphs = [*((n_tokens, whole(n_tokens)) for n_tokens in sizes[:-1]), (sizes[-1], most_bytes)]
         steps = tuple((n, size + int(share * max(size - floor_bytes, 0))) for n, size in graphs)
         self._steps = Steps(0, floor_bytes, steps, self._n_ctx_seq)
 
