@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from forks import Fd, Fork
+
+from frameshard.engine import process
 from frameshard.wire import channel
 
 PATIENCE_S = 300.0
@@ -23,25 +26,28 @@ ENDS = ("done", "failed", "cancelled")
 Event = dict[str, Any]
 
 
+def _engine(fd: int) -> None:
+    process.main(["--fd", str(fd)])
+
+
 class EngineProcess:
     """An engine process. Every wait has a deadline, after which the test fails.
 
     :param faults: the fault script of the emulated device.
-    :param program: Python's options for the program, if it is not the engine itself.
+    :param program: Python's options for the program, if it is not the engine itself; the engine is a fork.
     :param log: where its messages go, if not to those of the test.
     """
 
-    def __init__(
-        self,
-        faults: str = "",
-        program: Sequence[str] = ("-m", "frameshard.engine.process"),
-        log: IO[bytes] | None = None,
-    ) -> None:
+    def __init__(self, faults: str = "", program: Sequence[str] = (), log: IO[bytes] | None = None) -> None:
         ours, theirs = socket.socketpair()
+        environment = {**os.environ, "FRAMESHARD_FAULTS": faults}
+        self.process: Fork | subprocess.Popen[bytes]
         with theirs:
-            command = [sys.executable, *program, "--fd", str(theirs.fileno())]
-            environment = {**os.environ, "FRAMESHARD_FAULTS": faults}
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stderr=log)
+            if program:
+                command = [sys.executable, *program, "--fd", str(theirs.fileno())]
+                self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stderr=log)
+            else:
+                self.process = Fork(_engine, Fd(theirs.fileno()), environment=environment, stderr=log)
         self.socket = ours
         self._reader = channel.Reader()
         self._events: list[Event] = []

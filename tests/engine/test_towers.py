@@ -2,59 +2,68 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tower_driver
 from engine_driver import EngineProcess, engine, ids
+from forks import Fork
 
 import tiny_models
 import tiny_towers
 from frameshard.engine.sounds import tone
 
-DRIVER = Path(__file__).parent / "tower_driver.py"
 INPUTS = {
-    "vision": ("200x150", "200x150~", "96x300", "700x650"),
-    "audio": ("1", "1~", "7.5"),
-    "both": ("1", "1~", "200x150", "7.5", "700x650"),
+    "vision": ("200x150", "96x300", "700x650"),
+    "audio": ("1", "7.5"),
+    "both": ("1", "200x150", "7.5", "700x650"),
 }
 IMAGE = {"format": "rgb", "width": 60, "height": 60, "data": bytes(range(180)) * 60}
 
 
-def encoded(
-    model: Path, mmproj: Path, device: str, out: Path, inputs: tuple[str, ...]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    command = [sys.executable, str(DRIVER), str(model), str(mmproj), device, str(out), *inputs]
-    # libmtmd's Pixtral multiplies memory that was never written by 0, and old memory may hold NaN. New memory does not.
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
-    assert result.returncode == 0, result.stderr[-4000:]
-    with np.load(out) as arrays:
-        return dict(arrays), json.loads(result.stdout)
+@pytest.fixture(scope="module")
+def marked_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the file of a model by its name in ``tiny_models.ARCHS``. It has the tokens that towers put around
+    images."""
+
+    @functools.cache
+    def marked(name: str) -> Path:
+        path = tmp_path_factory.mktemp("marked") / f"{name}.gguf"
+        tiny_models.make(name, path, marks=tiny_towers.MARKS)
+        return path
+
+    return marked
+
+
+def encoded(model: Path, mmproj: Path, device: str, inputs: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    out = mmproj.with_name(device)
+    assert Fork(tower_driver.main, model, mmproj, device, out, inputs).wait(240) == 0
+    with np.load(out.with_suffix(".npz")) as arrays:
+        return dict(arrays), json.loads(out.with_suffix(".json").read_text())
 
 
 @pytest.mark.parametrize("name", tiny_towers.TOWERS)
-def test_embeddings_are_those_of_libmtmd(name: str, tmp_path: Path) -> None:
+def test_embeddings_are_those_of_libmtmd(name: str, marked_model: Callable[[str], Path], tmp_path: Path) -> None:
     tower = tiny_towers.TOWERS[name]
-    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
-    tiny_models.make(tower.model, model, marks=tiny_towers.MARKS)
+    model, mmproj = marked_model(tower.model), tmp_path / "mmproj.gguf"
     tiny_towers.make(name, mmproj)
     inputs = INPUTS[tower.kind]
-    expected, figures = encoded(model, mmproj, "cpu", tmp_path / "cpu.npz", inputs)
-    first, second = (expected[f"all {begin}"] for begin in figures["begins"][:2])
-    assert first.std() > 1e-3
-    assert first.shape == second.shape
-    assert np.linalg.norm(first - second) > 1e-2 * np.linalg.norm(first)
-    found, figures = encoded(model, mmproj, "emulated", tmp_path / "emulated.npz", inputs)
-    for i in range(len(expected)):
-        known = expected[f"all {i}"]
-        assert np.linalg.norm(found[f"all {i}"] - known) < 3e-3 * np.linalg.norm(known), i
-        assert np.array_equal(found[f"least {i}"], found[f"all {i}"]), i
+    expected, _ = encoded(model, mmproj, "cpu", [*inputs, *(f"{each}~" for each in inputs[:1])])
+    others = {key: expected.pop(key) for key in [*expected] if "~" in key}
+    for key, other in others.items():
+        first = expected[key.replace("~", "")]
+        assert first.std() > 1e-3
+        assert first.shape == other.shape
+        assert np.linalg.norm(first - other) > 1e-2 * np.linalg.norm(first)
+    found, figures = encoded(model, mmproj, "emulated", inputs)
+    for key, known in expected.items():
+        assert np.linalg.norm(found[key] - known) < 3e-3 * np.linalg.norm(known), key
+        assert np.array_equal(found[key.replace("all", "least")], found[key]), key
     floors, again = figures["floors"]
     assert again == floors  # whatever was encoded before
     assert figures["peak"] <= max(floors)

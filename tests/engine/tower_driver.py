@@ -1,17 +1,11 @@
-"""Encodes pictures, for test_towers.py: python tower_driver.py MODEL MMPROJ DEVICE OUT.npz INPUT...
-
-An input is an image's size, WxH, or seconds of sound; with ~ behind it, it has the same size and is another one. On the
-shard device everything is encoded once more, with the least budget that is enough. It is a process of its own, because
-there is one device per process.
-
-It prints the index of the first picture of each input, the budget that each picture needs, for each pass, and the peak
-of the second pass, in bytes.
-"""
+"""Encodes pictures, for test_towers.py. It runs in a process of its own, because there is one device per process."""
 
 from __future__ import annotations
 
+import ctypes
 import json
-import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +17,8 @@ from frameshard.engine.sounds import Sound, tone
 from frameshard.errors import BudgetBelowFloor
 from frameshard.wire.engine import EngineConfig
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
+
 
 def read(text: str) -> vision.Image | Sound:
     other, text = text.endswith("~"), text.removesuffix("~")
@@ -33,26 +29,35 @@ def read(text: str) -> vision.Image | Sound:
     return vision.Image(width, height, pixels.tobytes())
 
 
-def main(model: str, mmproj: str, device: str, out: str, *inputs: str) -> None:
-    config = EngineConfig(model=model, mmproj=mmproj, device=device, n_ctx=1024, n_parallel=1, n_threads=1)
+def main(model: Path, mmproj: Path, device: str, out: Path, inputs: Sequence[str]) -> None:
+    """Writes the embeddings of ``inputs`` to ``out``.npz, and to ``out``.json the budgets that they need, for each
+    pass, and the peak of the second pass, in bytes.
+
+    An input is an image's size, WxH, or seconds of sound; with ~ behind it, it has the same size and is another one.
+    Of its tiles with the same number of tokens, and so with the same graph, one is encoded. On the shard device
+    everything is encoded once more, with the least budget that is enough.
+    """
+    # libmtmd's Pixtral multiplies memory that was never written by 0, and old memory may hold NaN. New memory does not.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    config = EngineConfig(model=str(model), device=device, n_ctx=1024, n_parallel=1, n_threads=1, mmproj=str(mmproj))
     found: dict[str, npt.NDArray[np.float32]] = {}
-    figures: dict[str, Any] = {"begins": [], "floors": []}
+    figures: dict[str, Any] = {"floors": []}
     with Runtime.load(config) as runtime:
-        tower = vision.Vision(runtime, mmproj)
+        tower = vision.Vision(runtime, str(mmproj))
         tower.embeddings.set_limit(0)  # the second encode must not come from there
-        pictures = []
-        for each in map(read, inputs):
-            figures["begins"].append(len(pictures))
-            parts = tower.tokenize(tower.marker, [each], add_special=True)
-            pictures += [part for part in parts if isinstance(part, vision.Picture)]
+        pictures: dict[str, vision.Picture] = {}
+        for each in inputs:
+            for part in tower.tokenize(tower.marker, [read(each)], add_special=True):
+                if isinstance(part, vision.Picture):
+                    pictures.setdefault(f"{each} {part.n_tokens}", part)
         shards = runtime.device
 
         def encode(name: str) -> None:
             floors = []
-            for i, picture in enumerate(pictures):
+            for key, picture in pictures.items():
                 tower.encode(picture)
                 assert picture.embedding is not None
-                found[f"{name} {i}"] = picture.embedding
+                found[f"{name} {key}"] = picture.embedding
                 floors.append(0 if shards is None else shards.stats().image_floor_bytes)
             figures["floors"].append(floors)
 
@@ -67,13 +72,9 @@ def main(model: str, mmproj: str, device: str, out: str, *inputs: str) -> None:
             if floor > shards.stats().floor_bytes:  # else the language model needs as much
                 shards.set_budget(floor - 1, timeout_s=10)
                 try:
-                    tower.encode(pictures[floors.index(floor)])
+                    tower.encode([*pictures.values()][floors.index(floor)])
                 except BudgetBelowFloor as error:
                     figures["needed"] = error.detail["floor_bytes"]
         tower.close()
-    np.savez(out, **found)
-    print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    np.savez(out.with_suffix(".npz"), **found)
+    out.with_suffix(".json").write_text(json.dumps(figures))

@@ -1,0 +1,78 @@
+"""Processes that have imported the engine before they start, which takes longer than to load a tiny model.
+
+Each is a fork of a server that has done nothing else, so nothing of llama.cpp is in use in it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.reduction import DupFd
+from typing import IO, Any
+
+import frameshard.engine  # sets variables of the environment, which the server has too
+from frameshard import ggml
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["pytest", f"{frameshard.engine.__name__}.process"])
+
+
+class Fd:
+    """A file descriptor as an argument: the function gets its number in the new process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _number, (DupFd(self._fd),)
+
+
+def _number(fd: Any) -> int:
+    number: int = fd.detach()
+    return number
+
+
+class Fork:
+    """A process that calls ``function(*args)``.
+
+    :param environment: None for that of this process.
+    :param stderr: where its messages go, if not to those of this process.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        *args: object,
+        environment: dict[str, str] | None = None,
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        given = environment or dict(os.environ), Fd(2 if stderr is None else stderr.fileno())
+        self._process = _CONTEXT.Process(target=_run, args=(*given, function, *args), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float) -> int:
+        """Waits for the end.
+
+        :returns: the exit status; that of a process that was killed is negative.
+        :raises TimeoutError: the process has not ended after so many seconds.
+        """
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"process {self.pid} has not ended after {seconds:g} s")
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(environment: dict[str, str], errors: int, function: Callable[..., object], *args: object) -> None:
+    at_start = ggml.environment_before()  # of the server
+    for name in at_start.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if at_start.get(name) != value})
+    os.dup2(errors, 2)
+    os.close(errors)
+    function(*args)
