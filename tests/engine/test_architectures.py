@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engine_driver import EngineProcess, engine, ids, text
+from engine_driver import MEMORIES, EngineProcess, engine, ids, text
 
 import tiny_models
 from frameshard.errors import Unsupported
@@ -20,9 +19,10 @@ from frameshard.plan.model import read_model
 
 PROMPT = "abc def ghi jkl mno pqr stu vwx yz. " * 3
 PARAMS = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
+PLACES = [*((arch, "emulated") for arch in tiny_models.ARCHS), *((arch, "cpu") for arch in MEMORIES)]
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(tiny_models.ARCHS, ("cpu", "emulated"))), ids="-".join)
+@pytest.fixture(scope="module", params=PLACES, ids="-".join)
 def child(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[EngineProcess]:
     arch, device = request.param
     with engine(tiny_model(arch), device=device, mode="stream_only", n_ctx=1024, n_parallel=2, n_ubatch=32) as running:
