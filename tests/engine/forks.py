@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
@@ -16,6 +19,8 @@ from frameshard import ggml
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pytest", f"{frameshard.engine.__name__}.process"])
+SCRIPT_S = 600.0
+"""The longest time of a script, in seconds."""
 
 
 class Fd:
@@ -76,3 +81,26 @@ def _run(environment: dict[str, str], errors: int, function: Callable[..., objec
     os.dup2(errors, 2)
     os.close(errors)
     function(*args)
+
+
+def run_script(script: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Runs a script in a fork, as ``python -c`` does it with these arguments. What it prints is in the result."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        words = ["-c", *map(str, args)]
+        fork = Fork(_script, Fd(output.fileno()), script, words, stderr=errors)
+        try:
+            status = fork.wait(SCRIPT_S)
+        finally:
+            fork.kill()
+        printed = []
+        for file in (output, errors):
+            file.seek(0)
+            printed.append(file.read().decode())
+        return subprocess.CompletedProcess(words, status, *printed)
+
+
+def _script(output: int, script: str, words: list[str]) -> None:
+    os.dup2(output, 1)
+    os.close(output)
+    sys.argv = words
+    exec(compile(script, "script", "exec"), {"__name__": "__main__"})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_script
 
 LOAD = """
 import contextlib, json, sys
@@ -81,8 +80,7 @@ print(json.dumps([copied, graphs, head, now.ring_bytes]))
 
 
 def run(script: str, model: Path, mode: str = "stream_only") -> Any:
-    command = [sys.executable, "-c", LOAD + script, str(model), mode]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = run_script(LOAD + script, model, mode)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from engine_driver import engine, text
+from forks import run_script
 
 MIB = 1 << 20
 LONG = "The wind blew over the hills and the old road was empty. " * 5
@@ -68,7 +67,7 @@ with Runtime.load(config) as runtime:
 
 def test_an_adopted_plan_stays_while_the_context_grows_a_little(model_path: Path) -> None:
     """Its ring is smaller than that of the plan before. That must not look as if the KV cache had taken its room."""
-    result = subprocess.run([sys.executable, "-c", ADOPT, str(model_path)], capture_output=True, text=True, timeout=300)
+    result = run_script(ADOPT, model_path)
     assert result.returncode == 0, result.stderr
     stays, made, adopted, ring = json.loads(result.stdout)
     assert stays
@@ -117,9 +116,7 @@ with Runtime.load(config) as runtime:
 def test_a_prompt_does_not_wait_for_a_plan(deep_model: Path) -> None:
     """It takes more than a sixteenth of the budget. The new plan is made after it, and kept for the next prompt. A
     prompt that takes more than a quarter gets its plan before."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROMPTS, str(deep_model)], capture_output=True, text=True, timeout=300
-    )
+    result = run_script(PROMPTS, deep_model)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == [0, True, 0, True, 1]
 
@@ -154,7 +151,7 @@ def test_keys_and_values_leave_a_prompt_the_ring(deep_model: Path) -> None:
     """Those of the prompt before it are in VRAM when the next prompt takes its compute buffer. If they stayed and the
     ring shrank to one step, copies of weights would wait for kernels. Plans give it a fourth step, which goes alone
     where there is no room for it."""
-    result = subprocess.run([sys.executable, "-c", AGAIN, str(deep_model)], capture_output=True, text=True, timeout=300)
+    result = run_script(AGAIN, deep_model)
     assert result.returncode == 0, result.stderr
     least, *seen = json.loads(result.stdout)
     assert seen[::2] == seen[1::2]
@@ -187,9 +184,7 @@ with Runtime.load(config) as runtime:
 def a_page(model: Path, budget_bytes: int) -> list[int]:
     """Takes a second page of keys and values. Returns its bytes, those that were left out of VRAM before, and the
     number of plans that were asked for."""
-    result = subprocess.run(
-        [sys.executable, "-c", PAGE, str(model), str(budget_bytes)], capture_output=True, text=True, timeout=300
-    )
+    result = run_script(PAGE, model, budget_bytes)
     assert result.returncode == 0, result.stderr
     found: list[int] = json.loads(result.stdout)
     return found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from engine_driver import engine, ids
+from forks import run_script
 
 from make_adapter import make_adapter
 
@@ -86,8 +85,7 @@ def test_a_floor_that_is_too_low_fails_the_job_alone(
 ) -> None:
     model, adapter = tiny_model("llama"), tmp_path / "adapter.gguf"
     make_adapter(model, adapter)
-    command = [sys.executable, "-c", LOW_FLOOR, str(model), str(adapter), mode, why]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = run_script(LOW_FLOOR, model, adapter, mode, why)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == ["length", "budget_below_floor", "budget_below_floor", "length"]
 
@@ -96,8 +94,7 @@ def test_decoding_has_the_vram_that_prompts_need(deep_model: Path) -> None:
     """A prompt evicts weights for its graphs, and afterwards they return. The logits are those without a budget."""
 
     def run(budget_bytes: int) -> tuple[list[dict[str, int]], list[list[float]]]:
-        command = [sys.executable, "-c", PROMPT_AND_ANSWER, str(deep_model), str(budget_bytes)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        result = run_script(PROMPT_AND_ANSWER, deep_model, budget_bytes)
         assert result.returncode == 0, result.stderr
         stats, logits = json.loads(result.stdout)
         return stats, logits
@@ -149,8 +146,7 @@ def test_an_answer_goes_on_with_the_programs_of_the_one_before(deep_model: Path)
     """If prompts evict nothing, tokens in contexts of about the same length need no new program."""
 
     def run(*lengths: int) -> tuple[list[dict[str, int]], list[list[float]]]:
-        command = [sys.executable, "-c", ANSWERS, str(deep_model), *map(str, lengths)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        result = run_script(ANSWERS, deep_model, *lengths)
         assert result.returncode == 0, result.stderr
         seen, answers = json.loads(result.stdout)
         return seen, answers

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import run_script
 
 SCRIPT = """
 import json, sys
@@ -128,8 +127,7 @@ print(json.dumps([order[:3], [len(tokens[number]) for number in (1, 2, 3)]]))
 
 
 def results(script: str, model: Path, device: str) -> object:
-    command = [sys.executable, "-c", SCRIPT + script, str(model), device]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = run_script(SCRIPT + script, model, device)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

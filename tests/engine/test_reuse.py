@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import trio
 from batcher_driver import N_WORDS, tale, talk
 from engine_driver import Event, engine, ids
+from forks import run_script
 
 import frameshard
 import sidecars
@@ -110,8 +110,7 @@ def test_copied_cells_give_the_same_bits(
     tiny_model: Callable[[str], Path], model: str, kv_type: str, floor: bool
 ) -> None:
     """Also at the floor, where most of the KV cache is in host memory."""
-    command = [sys.executable, "-c", COPY, str(tiny_model(model)), kv_type, *["floor"] * floor]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = run_script(COPY, tiny_model(model), kv_type, *["floor"] * floor)
     assert (result.stdout, result.returncode) == ("True\n", 0), result.stderr
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from forks import run_script
 
 RECORD = """
 import dataclasses, json, sys
@@ -70,7 +70,7 @@ with Runtime.load(config) as runtime:
 
 
 def record(program: str, model: Path) -> dict[str, Any]:
-    result = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=300)
+    result = run_script(program, model)
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     return found

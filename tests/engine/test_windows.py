@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_driver import engine, ids
+from forks import run_script
 
 FEW = {"max_tokens": 4}
 
@@ -99,9 +98,7 @@ with Runtime.load(config) as runtime:
 
 
 def run(script: str, *args: object) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True, timeout=300
-    )
+    result = run_script(script, *args)
     assert result.returncode == 0, result.stderr
 
 
