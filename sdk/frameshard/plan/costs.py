@@ -540,6 +540,8 @@ class Graph:
         singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
         singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
         copying = work.copy_s + singly + (work.host_s if self._beside.in_turns else 0.0)
+        if max(copying, chain) >= best:  # as of most splits that a plan tries
+            return best
         each_s = turns + np.where(cpu, self._cpu_s * work.host_slower, 0.0)
         # The link is not free for other copies while single experts are copied.
         taken = self._streamed_singly * self._expert_copy_s * np.where(cpu, self.expert_stream_share, streamed)
@@ -564,10 +566,11 @@ class Graph:
                 if chain + waits >= best:
                     break
             lead -= copy_s
+            # Conditions and no min(): a plan comes here tens of thousands of times.
             if lead < beside_s:
-                lead = min(lead + use_s, beside_s)
+                lead = lead + use_s if lead + use_s < beside_s else beside_s
             if lead < ahead_s:
-                lead = min(lead + gap_s, ahead_s)
+                lead = lead + gap_s if lead + gap_s < ahead_s else ahead_s
         return max(least, chain + waits)
 
     def _divide(self, on_cpu: Mask) -> _Divided:
