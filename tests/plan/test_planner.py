@@ -30,7 +30,7 @@ from frameshard.plan.workload import Workload
 from work import count_calls
 
 F16 = 1
-patient = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+patient = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 MODES: tuple[Mode, ...] = ("planned", "stream_only")
 # Rates of a machine with an H100 and 16 cores: bytes and operations per second.
 H100 = Profile({"device": "CUDA0"}, 55e9, 50e9, 119e9, 112e9, 2.9e12, 1.2e12, 400e12, 17e-6)
@@ -501,10 +501,10 @@ def test_a_plan_is_little_work() -> None:
         layout = layout_for(model, H100)
         return count_calls(lambda: make_plan(model, H100, budget_bytes=mib << 20, fixed_bytes=900 << 20, layout=layout))
 
-    budgets = range(2048, 8192, 2048)
-    assert max(calls(48, mib) for mib in budgets) < 200_000
-    assert min(calls(48, mib) for mib in budgets) < 70_000
-    assert calls(96, 2048) < 6 * calls(48, 2048)
+    found = [calls(48, mib) for mib in range(2048, 8192, 2048)]
+    assert max(found) < 200_000
+    assert min(found) < 70_000
+    assert calls(96, 2048) < 6 * found[0]
 
 
 def test_several_long_prompts_are_predicted_with_the_work_of_one() -> None:
