@@ -16,7 +16,7 @@ from servers import Server, server, sidecar
 def place(tmp_path_factory: pytest.TempPathFactory, shallow_model: Path, mmproj_path: Path) -> Iterator[Path]:
     """The connect file of a sidecar with the first layers of SmolLM2 and a vision tower."""
     options: dict[str, Any] = {"model": str(shallow_model), "mmproj": str(mmproj_path), "device": "emulated"}
-    with sidecar(tmp_path_factory.mktemp("http"), **options, n_ctx=1024, mode="stream_only") as (connect_file, _):
+    with sidecar(tmp_path_factory.mktemp("http"), **options, n_ctx=512, mode="stream_only") as (connect_file, _):
         yield connect_file
 
 

@@ -33,7 +33,7 @@ from sidecars import DEADLINE_S
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "one two"}]
-N_STREAMS = 200
+N_STREAMS = 100
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +354,7 @@ def test_streams_that_are_reset_at_once_leave_no_jobs(http: Server) -> None:
     body = b'{"messages":[{"role":"user","content":"one"}],"stream":true}'
     with socket.create_connection(("127.0.0.1", http.port), timeout=DEADLINE_S) as peer:
         with contextlib.suppress(ConnectionError):
-            for _ in range(65_535 // len(body)):  # as many as the connection's window takes
+            for _ in range(250):  # the connection's window takes a thousand
                 stream = client.get_next_available_stream_id()
                 client.send_headers(stream, list(headers.items()))
                 client.send_data(stream, body, end_stream=True)
@@ -433,7 +433,7 @@ def test_random_requests_get_an_answer_or_a_refusal(http: Server) -> None:
     }
     lease = {"vram_budget_mb": 64, "timeout_s": 1, "state": "active", "floor_mb": 0, "version": 0, "reason": "x"}
     lease["host_budget_mb"] = 64
-    for _ in range(300):
+    for _ in range(150):
         method, path, body = random_.choice([("POST", CHAT, chat), ("PUT", "/lease", lease)])
         for _ in range(random_.randint(1, 3)):
             body = junk(random_, body)
@@ -451,7 +451,7 @@ def test_random_bytes_get_refusals(http: Server) -> None:
     body = '{"messages":[{"role":"user","content":"a"}]}'
     whole = f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
     chunked = f"{head}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n"
-    for _ in range(300):
+    for _ in range(150):
         data = bytearray(random_.choice([whole, chunked]).encode())
         for _ in range(random_.randint(1, 4)):
             data[random_.randrange(len(data))] = random_.randrange(256)
