@@ -139,7 +139,7 @@ def test_links_inside_the_document_lead_somewhere() -> None:
 SHORT = [frame for row in INDEX if len(frame := (VECTORS / row["file"]).read_bytes()) < 2000]
 
 
-@settings(max_examples=3000)
+@settings(max_examples=1000)
 @given(st.data())
 def test_two_readers_of_frames_agree(data: st.DataObject) -> None:
     """The document's reader and the code agree on vectors with bytes changed, removed and added."""

@@ -120,7 +120,7 @@ def test_round_trip(message: dict[str, object]) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 @given(st.binary(max_size=200))
 def test_any_bytes(frame: bytes) -> None:
     try:
@@ -130,7 +130,7 @@ def test_any_bytes(frame: bytes) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(st.data())
 def test_damaged_messages(data: st.DataObject) -> None:
     """Valid messages with bytes changed, dropped or doubled give a message or BadMessage, never another error."""
