@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from forks import Fd, Fork
-
 from frameshard.engine import process
 from frameshard.wire import channel
 

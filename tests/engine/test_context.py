@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from engine_driver import engine, text
+
 from forks import run_script
 
 MIB = 1 << 20

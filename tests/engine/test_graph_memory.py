@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from engine_driver import engine, ids
-from forks import run_script
 
+from forks import run_script
 from make_adapter import make_adapter
 
 MIB = 1 << 20

@@ -15,10 +15,10 @@ import pytest
 import trio
 from batcher_driver import N_WORDS, tale, talk
 from engine_driver import Event, engine, ids
-from forks import run_script
 
 import frameshard
 import sidecars
+from forks import run_script
 from frameshard.engine.kvstore import Blob, KvStore
 from frameshard.engine.sequences import repeated
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tower_driver
 from engine_driver import EngineProcess, engine, ids
-from forks import Fork
 
 import tiny_models
 import tiny_towers
+from forks import Fork
 from frameshard.engine.sounds import tone
 
 INPUTS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_driver import engine, ids
+
 from forks import run_script
 
 FEW = {"max_tokens": 4}

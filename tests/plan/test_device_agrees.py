@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -12,18 +10,16 @@ from typing import Any
 import pytest
 from launches import estimates, exact, load
 
+import forks
 import tiny_models
 from frameshard import native
 from frameshard.errors import BadArgument, BudgetBelowFloor
 from frameshard.plan.memory import NOT_ESTIMATED
 
-_PROCESSES = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
-_PROCESSES.set_forkserver_preload(["frameshard.engine.runtime"])  # its import takes as long as a launch
-
 
 def launch(what: Callable[..., dict[str, Any]], path: Path, *arguments: float | str) -> dict[str, Any]:
     """Calls a function of launches.py in a process of its own."""
-    with ProcessPoolExecutor(1, _PROCESSES) as process:
+    with ProcessPoolExecutor(1, forks.CONTEXT) as process:
         return process.submit(what, str(path), *arguments).result(300)
 
 

@@ -17,8 +17,8 @@ from typing import IO, Any
 import frameshard.engine  # sets variables of the environment, which the server has too
 from frameshard import ggml
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", f"{frameshard.engine.__name__}.process"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pytest", f"{frameshard.engine.__name__}.process"])
 SCRIPT_S = 600.0
 """The longest time of a script, in seconds."""
 
@@ -53,7 +53,7 @@ class Fork:
         stderr: IO[bytes] | None = None,
     ) -> None:
         given = environment or dict(os.environ), Fd(2 if stderr is None else stderr.fileno())
-        self._process = _CONTEXT.Process(target=_run, args=(*given, function, *args), daemon=True)
+        self._process = CONTEXT.Process(target=_run, args=(*given, function, *args), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
