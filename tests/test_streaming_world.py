@@ -20,6 +20,9 @@ from frameshard.errors import ConnectionLost
 from frameshard.testing import fake_engine
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "streaming_world"
+SMALL = ("--grant-mb", "64", "--device", "emulated:0.2")
+"""Options of a flight with the wordy model. Over the slow link its answers cost little."""
+
 EGL = "import moderngl; moderngl.create_context(standalone=True, backend='egl', require=330)"
 
 
@@ -49,8 +52,8 @@ def fly(directory: Path, seconds: int, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("egl")
-def test_the_deal_keeps_the_grant_and_moves_both_ways(model_path: Path, tmp_path: Path) -> None:
-    flight = fly(tmp_path, 10, "--model", str(model_path))
+def test_the_deal_keeps_the_grant_and_moves_both_ways(wordy_model: Path, tmp_path: Path) -> None:
+    flight = fly(tmp_path, 5, "--model", str(wordy_model), *SMALL)
     grant, fixed = flight["grant_bytes"], flight["fixed_bytes"]
     for _, _, _, _, _, limit, held, may_hold, _, _ in flight["frames"]:
         assert fixed + held + may_hold <= grant
@@ -76,19 +79,19 @@ def test_the_deal_keeps_the_grant_and_moves_both_ways(model_path: Path, tmp_path
 
 
 @pytest.mark.usefixtures("egl")
-def test_a_static_split_and_a_flight_without_ai_have_no_deal(model_path: Path, tmp_path: Path) -> None:
-    static = fly(tmp_path, 5, "--static", "--model", str(model_path))
+def test_a_static_split_and_a_flight_without_ai_have_no_deal(wordy_model: Path, tmp_path: Path) -> None:
+    static = fly(tmp_path, 5, "--static", "--model", str(wordy_model), *SMALL)
     assert len({frame[7] for frame in static["frames"]}) == 1
     assert static["answers"]
-    alone = fly(tmp_path, 5, "--no-ai")
+    alone = fly(tmp_path, 5, "--no-ai", "--grant-mb", "24")
     assert {frame[7] for frame in alone["frames"]} == {0}
     assert not alone["answers"]
     assert [frame[8] for frame in alone["frames"]] == [30] * len(alone["frames"])
 
 
 @pytest.mark.usefixtures("egl")
-def test_a_grant_below_the_floor_is_named(model_path: Path) -> None:
-    result = run(str(SAMPLE / "main.py"), "--unattended", "--grant-mb", "24", "--model", str(model_path))
+def test_a_grant_below_the_floor_is_named(wordy_model: Path) -> None:
+    result = run(str(SAMPLE / "main.py"), "--unattended", "--grant-mb", "16", "--model", str(wordy_model))
     assert result.returncode == 2
     assert result.stderr.startswith("budget_below_floor: ")
     assert "Traceback" not in result.stderr

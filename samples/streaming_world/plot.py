@@ -20,11 +20,6 @@ FRAME_MS = 1000 / 60
 
 
 def main() -> int:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        print("drawing needs matplotlib: pip install 'frameshard[plots]'", file=sys.stderr)
-        return 2
     *sources, picture = sys.argv[1:] or [""]
     if not sources:
         print(__doc__, file=sys.stderr)
@@ -33,6 +28,11 @@ def main() -> int:
         flights = [read(source) for source in sources]
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
+        return 2
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        print("drawing needs matplotlib: pip install 'frameshard[plots]'", file=sys.stderr)
         return 2
     figure = Figure(figsize=(1.2 + 4.4 * len(flights), 6.4), dpi=110, layout="constrained")
     grid = figure.subplots(3, len(flights), squeeze=False, sharex="col", sharey="row", height_ratios=(3, 1.2, 1.2))
