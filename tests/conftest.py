@@ -207,6 +207,12 @@ def wordy_model(model_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def thin_model(model_path: Path) -> Path:
+    """The first and the last layer of SmolLM2, for programs of which only the course is tested. It says words."""
+    return made("smollm2-thin", make_shallow.make, model_path, first=1, last=1)
+
+
+@pytest.fixture(scope="session")
 def shallow_moe(shallow_model: Path) -> Path:
     """The first layers of SmolLM2 with 8 experts, of which a token uses 2. Its results are those of the shallow
     model."""

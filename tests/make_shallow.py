@@ -13,11 +13,11 @@ from mutants import Gguf, Info
 LAYERS = 6
 
 
-def make(source: Path, path: Path, *, last: int = 0) -> None:
-    """Keeps the first layers, and as many of the last ones as ``last`` says."""
+def make(source: Path, path: Path, *, first: int = LAYERS, last: int = 0) -> None:
+    """Keeps so many of the first layers and of the last ones."""
     file = Gguf(source)
     count = file.key("llama.block_count")
-    kept = [*range(LAYERS), *range(count.value - last, count.value)]
+    kept = [*range(first), *range(count.value - last, count.value)]
     count.value = len(kept)
     file.tensors = [each for each in file.tensors if _number(each, kept)]
     file.write(path)

@@ -140,9 +140,9 @@ def test_a_native_call_that_does_not_return_does_not_hold_it_up() -> None:
     ("args", "serves"),
     [(("chat",), b"/help for commands"), (("serve",), b"serving;"), (("simulate", "menu"), b"menu:")],
 )
-def test_a_sidecar_ends_too(args: tuple[str, ...], serves: bytes, moment: str, model_path: Path) -> None:
+def test_a_sidecar_ends_too(args: tuple[str, ...], serves: bytes, moment: str, deep_model: Path) -> None:
     words = serves if moment == "it serves" else b"loading"
-    with running(*args, *options(model_path)) as process:
+    with running(*args, *options(deep_model)) as process:
         read_until(process, words)
         assert descendants(process.pid)
         interrupted(process)
@@ -182,19 +182,19 @@ def test_a_second_one_ends_it_without_waiting(model_path: Path) -> None:
         interrupted(process)
 
 
-def test_a_benchmark_prints_what_it_has_measured(model_path: Path) -> None:
+def test_a_benchmark_prints_what_it_has_measured(thin_model: Path) -> None:
     """Also while a call to llama.cpp takes longer than the main thread is waited for, as at the floor."""
     args = ("--vram-budget", "floor", "--prompt", "64", "--generate", "1", "--repeat", "500", "--json")
-    with running("bench", *options(model_path, *args)) as process:
+    with running("bench", *options(thin_model, *args)) as process:
         read_until(process, b"3 of 500")
         document = json.loads(interrupted(process))
     (row,) = document["rows"]
     assert 2 <= document["repeat"] == len(row["runs"]["ttft_s"]) == len(row["runs"]["decode_tps"]) < 500
 
 
-def test_a_benchmark_of_images_prints_what_it_has_measured(model_path: Path, mmproj_path: Path) -> None:
+def test_a_benchmark_of_images_prints_what_it_has_measured(thin_model: Path, mmproj_path: Path) -> None:
     args = ("--image", "32x32", "--mmproj", str(mmproj_path), "--generate", "1", "--repeat", "500", "--json")
-    with running("bench", "--model", str(model_path), "--device", "emulated", *args) as process:
+    with running("bench", "--model", str(thin_model), "--device", "emulated", *args) as process:
         read_until(process, b"3 of 500")
         document = json.loads(interrupted(process))
     (row,) = document["rows"]
@@ -256,9 +256,9 @@ def test_a_fetch_leaves_nothing(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith(".fetch")]
 
 
-def test_top_gives_the_terminal_back(model_path: Path) -> None:
+def test_top_gives_the_terminal_back(deep_model: Path) -> None:
     ours, theirs = pty.openpty()
-    with running("serve", *options(model_path)) as sidecar:
+    with running("serve", *options(deep_model)) as sidecar:
         connect = read_until(sidecar, b"connect.json").rpartition(b" ")[2].split()[0].decode()
         top = subprocess.Popen(
             [sys.executable, "-m", "frameshard", "top", "--connect", connect],
