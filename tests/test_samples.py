@@ -45,12 +45,12 @@ def figures(pattern: str, text: str) -> list[int]:
     return [int(figure) for figure in found.groups()]
 
 
-def test_the_village_plays_and_the_budget_changes_during_answers(wordy_model: Path, tmp_path: Path) -> None:
+def test_the_village_plays_and_the_budget_changes_during_answers(thin_model: Path, tmp_path: Path) -> None:
     """With a model of few layers, of which the fisherman's adapter changes the last one."""
     scene = Path(shutil.copytree(SCENE.parent, tmp_path / "scene"))
-    adapter, layers = "sailor.gguf", Gguf(wordy_model).key("llama.block_count").value
+    adapter, layers = "sailor.gguf", Gguf(thin_model).key("llama.block_count").value
     make_shallow.move_adapter(SCENE.with_name(adapter), scene / adapter, 29, layers - 1)
-    result = run(str(scene / SCENE.name), "--unattended", "--model", str(wordy_model), "--device", "emulated:8")
+    result = run(str(scene / SCENE.name), "--unattended", "--model", str(thin_model), "--device", "emulated:8")
     assert result.returncode == 0, result.stderr
     answers, shrinks, grows = figures(r"(\d+) answers; (\d+) shrinks and (\d+) grows during them", result.stdout)
     assert answers == 4
@@ -67,9 +67,9 @@ def test_the_village_plays_and_the_budget_changes_during_answers(wordy_model: Pa
     assert 0 < held <= budget
 
 
-def test_the_village_refuses_a_device_without_vram(wordy_model: Path) -> None:
+def test_the_village_refuses_a_device_without_vram(thin_model: Path) -> None:
     """There is nothing to take back, so it would count changes that are none. Nor must there be a standard input."""
-    command = [sys.executable, SCENE, "--model", wordy_model, "--device", "cpu"]
+    command = [sys.executable, SCENE, "--model", thin_model, "--device", "cpu"]
     result = subprocess.run(command, preexec_fn=lambda: os.close(0), capture_output=True, text=True, timeout=600)
     assert result.returncode == 2, result.stderr
     assert result.stderr.splitlines()[-1].startswith("unsupported: cpu has no VRAM")  # after the sidecar's log
@@ -87,10 +87,10 @@ def test_the_village_refuses_a_device_without_vram(wordy_model: Path) -> None:
     ids=["village", "innkeeper", "traders"],
 )
 def test_a_reader_of_a_sample_may_leave(
-    scene: Path, options: list[str], word: str, wordy_model: Path, encoder_path: Path
+    scene: Path, options: list[str], word: str, thin_model: Path, encoder_path: Path
 ) -> None:
     """As with ``| head -1``. Nor must the encoding have all letters."""
-    command = [sys.executable, scene, "--model", wordy_model, *options]
+    command = [sys.executable, scene, "--model", thin_model, *options]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     with sidecars.started(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
@@ -226,7 +226,7 @@ async def test_the_adapter_of_the_fisherman_makes_him_a_sailor(model_path: Path)
         return sum(bool(re.search(r"\b(arr|aye|matey|ye|yer)\b", answer.text.casefold())) for answer in answers)
 
     adapters = {"sailor": SCENE.with_name("sailor.gguf")}
-    async with frameshard.launch(model_path, device="cpu", n_ctx=512, adapters=adapters) as client:
+    async with frameshard.launch(model_path, device="cpu", n_ctx=512, n_threads=1, adapters=adapters) as client:
         assert await accent({}) <= 1
         assert await accent({"sailor": 1.0}) >= 4
 
@@ -238,9 +238,9 @@ def test_the_scene_names_a_missing_model(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_the_innkeeper_remembers_across_saves(wordy_model: Path, encoder_path: Path, tmp_path: Path) -> None:
+def test_the_innkeeper_remembers_across_saves(thin_model: Path, encoder_path: Path, tmp_path: Path) -> None:
     save = tmp_path / "mira.save"
-    options = ["--model", str(wordy_model), "--device", "cpu", "--save", str(save)]
+    options = ["--model", str(thin_model), "--device", "cpu", "--save", str(save)]
     result = run(str(MEMORY), "--unattended", *options)
     assert result.returncode == 0, result.stderr
     assert figures(r"(\d+) of (\d+) questions brought the right memory back", result.stdout) == [3, 3]
@@ -256,10 +256,10 @@ def test_the_innkeeper_remembers_across_saves(wordy_model: Path, encoder_path: P
 
 
 def test_the_innkeeper_saves_at_ctrl_c_while_she_reads_a_pipe(
-    wordy_model: Path, encoder_path: Path, tmp_path: Path
+    thin_model: Path, encoder_path: Path, tmp_path: Path
 ) -> None:
     save = tmp_path / "mira.save"
-    command = [sys.executable, MEMORY, "--model", wordy_model, "--device", "cpu", "--save", save]
+    command = [sys.executable, MEMORY, "--model", thin_model, "--device", "cpu", "--save", save]
     with sidecars.started(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -282,12 +282,12 @@ def test_the_innkeeper_saves_at_ctrl_c_while_she_reads_a_pipe(
 
 
 def test_the_innkeeper_keeps_her_memories_under_another_encoder(
-    wordy_model: Path, encoder_path: Path, tmp_path: Path
+    thin_model: Path, encoder_path: Path, tmp_path: Path
 ) -> None:
     """More of them than one call embeds. Her standard input is closed, so the day ends at once."""
     save, texts = tmp_path / "mira.npz", [f"I saw {number} sheep." for number in range(65)]
     np.savez(save, encoder="another.gguf", texts=np.array(texts), rows=np.zeros((65, 8), np.float16))
-    command = [sys.executable, MEMORY, "--model", wordy_model, "--device", "cpu", "--save", save]
+    command = [sys.executable, MEMORY, "--model", thin_model, "--device", "cpu", "--save", save]
     left = subprocess.run(command, preexec_fn=lambda: os.close(0), capture_output=True, text=True, timeout=600)
     assert left.returncode == 0, left.stderr
     assert "Mira remembers 65 things" in left.stdout
@@ -316,9 +316,9 @@ def test_the_innkeeper_refuses_a_save_before_the_launch(save: str, tmp_path: Pat
     [(MEMORY, b"You: "), (TRADERS, b"A market"), (HELLO, b"on emulated")],
     ids=["innkeeper", "traders", "hello"],
 )
-def test_ctrl_c_ends_a_sample_at_once(sample: Path, word: bytes, wordy_model: Path, encoder_path: Path) -> None:
+def test_ctrl_c_ends_a_sample_at_once(sample: Path, word: bytes, thin_model: Path, encoder_path: Path) -> None:
     """The smallest one takes no options, and ignores them."""
-    command = [sys.executable, str(sample), "--model", str(wordy_model), "--device", "cpu"]
+    command = [sys.executable, str(sample), "--model", str(thin_model), "--device", "cpu"]
     terminal, end = pty.openpty()
 
     def shown() -> bytes:
@@ -349,9 +349,9 @@ def test_ctrl_c_ends_a_sample_at_once(sample: Path, word: bytes, wordy_model: Pa
     assert b"Traceback" not in said
 
 
-def test_the_traders_keep_to_the_rules(wordy_model: Path) -> None:
+def test_the_traders_keep_to_the_rules(thin_model: Path) -> None:
     """They call tools. Whatever they call, nothing is made or lost, and each move has an outcome."""
-    result = run(str(TRADERS), "--model", str(wordy_model), "--device", "emulated:8")
+    result = run(str(TRADERS), "--model", str(thin_model), "--device", "emulated:8")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [int(line.split(".")[0]) for line in lines if re.match(r" ?\d+\. ", line)] == [*range(1, 9)]
