@@ -53,7 +53,7 @@ def fly(directory: Path, seconds: int, *options: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("egl")
 def test_the_deal_keeps_the_grant_and_moves_both_ways(wordy_model: Path, tmp_path: Path) -> None:
-    flight = fly(tmp_path, 5, "--model", str(wordy_model), *SMALL)
+    flight = fly(tmp_path, 8, "--model", str(wordy_model), *SMALL)
     grant, fixed = flight["grant_bytes"], flight["fixed_bytes"]
     for _, _, _, _, _, limit, held, may_hold, _, _ in flight["frames"]:
         assert fixed + held + may_hold <= grant

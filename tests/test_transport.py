@@ -6,7 +6,7 @@ import pytest
 import trio
 import zmq
 
-from frameshard.transport import MAX_DROPPED, MESSAGES_IN_TURN, STEP_PARTS, Flooded, Socket, Unreachable, configure
+from frameshard.transport import MAX_DROPPED, STEP_PARTS, Flooded, Socket, Unreachable, configure
 from sidecars import in_trio
 
 COUNT = 20_000
@@ -126,7 +126,7 @@ async def test_a_message_of_too_many_parts_is_given_up() -> None:
 @in_trio
 async def test_messages_that_wait_are_received_several_in_a_turn() -> None:
     """A request must not wait for a turn of all other tasks for each request before it."""
-    n_messages = 10 * MESSAGES_IN_TURN
+    n_messages = 80
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
         ours.bind("inproc://turns")
         theirs.connect("inproc://turns")
@@ -142,7 +142,7 @@ async def test_messages_that_wait_are_received_several_in_a_turn() -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(work)
-            socket = Socket(ours)
+            socket = Socket(ours, in_turn=8)
             assert [int((await socket.receive())[0]) for _ in range(n_messages)] == list(range(n_messages))
             nursery.cancel_scope.cancel()
         assert 5 <= turns <= 20

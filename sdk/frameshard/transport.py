@@ -26,10 +26,6 @@ ZAP_DOMAIN = b"frameshard"
 MAX_PARTS = 3
 """The most parts of one message, including the address that a router adds."""
 
-MESSAGES_IN_TURN = 8
-"""The number of messages that are received before other tasks may run. With one message, requests would wait long where
-other tasks have much to do, such as a broker with many jobs at the fallback server."""
-
 STEP_PARTS = 100
 """The number of parts that are read before other tasks may run. Reading them takes less than a millisecond."""
 
@@ -57,16 +53,19 @@ class Socket:
     """A ZeroMQ socket for the tasks of one thread. One task may receive, and all may send.
 
     :param max_parts: the most parts of a message.
+    :param in_turn: the number of messages that are received before other tasks may run. With more than one, tasks that
+        wait for these messages may go on in any order.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], *, max_parts: int = MAX_PARTS) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], *, max_parts: int = MAX_PARTS, in_turn: int = 1) -> None:
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))
         self._max_parts = max_parts
+        self._in_turn = in_turn
         self._parked: anyio.CancelScope | None = None
         self._reading: list[bytes] = []  # the parts of the present message that were read so far
         self._drained = False
-        self._in_turn = 0  # the messages received since other tasks could run
+        self._received = 0  # messages since other tasks could run
 
     async def receive(self) -> list[bytes]:
         """Receives a message and returns its parts. If it has more parts than the limit, the returned list is one part
@@ -74,9 +73,9 @@ class Socket:
 
         :raises Flooded: the message has more than :data:`MAX_DROPPED` parts.
         """
-        self._in_turn += 1
-        if self._in_turn > MESSAGES_IN_TURN:
-            self._in_turn = 1
+        self._received += 1
+        if self._received > self._in_turn:
+            self._received = 1
             await anyio.lowlevel.checkpoint()
         while True:
             try:
@@ -94,7 +93,7 @@ class Socket:
             with anyio.CancelScope() as self._parked:
                 await anyio.wait_readable(self._fd)
             self._parked = None
-            self._in_turn = 1
+            self._received = 1
 
     def drained(self) -> bool:
         """Returns true if the queue of received messages was empty at some moment since the last call."""

@@ -46,6 +46,10 @@ MAX_PAUSE_S = 5.0
 """After so many seconds without new connections, all connections are closed. Those without a handshake have timed out
 before."""
 
+REQUESTS_IN_TURN = 8
+"""The most requests that are carried out before other tasks may run. With one, they would wait long while other tasks
+have much to do, such as those of many jobs at the fallback server."""
+
 BACKLOG = 32
 """The most connections that libzmq may still accept after the renaming."""
 
@@ -74,7 +78,7 @@ class Listener:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._authenticate, Socket(self._zap, max_parts=7))
                 for end in (
-                    partial(server.receive, Socket(self._router)),
+                    partial(server.receive, Socket(self._router, in_turn=REQUESTS_IN_TURN)),
                     partial(_memory_has_grown, server.held_bytes),
                     self._files_stay_in_use,
                 ):
