@@ -452,3 +452,24 @@ def test_a_client_has_as_many_jobs_as_it_may() -> None:
     bench.submit()
     with pytest.raises(Overloaded):
         bench.submit()
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"messages": (m.ChatMessage("user", "x" * 50_000),)},
+        {"tools": (m.Tool("look", "x" * 50_000), m.Tool("go", schema='{"type": "object"}'))},
+        {"sampling": m.Sampling(json_schema='{"type": "string"}' + " " * 50_000)},
+        {"sampling": m.Sampling(choices=tuple("x" * 1000 + str(i) for i in range(50)))},
+    ],
+)
+def test_what_a_request_holds_is_counted_until_its_end(large: dict[str, Any]) -> None:
+    """The listener takes memory that no job holds for that of a peer who fills it."""
+    jobs = Jobs(slots=1, max_jobs=9, max_client_jobs=9)
+    client = ServerConnection(1, epoch=EPOCH, held_bytes=1 << 14, now=0.0)
+    asked = {"kind": "chat", "messages": (m.ChatMessage("user", "x"),), **large}
+    for number in (1, 2):
+        jobs.submit(client, m.Submit(number, EPOCH, number, **asked), 0.0)
+    assert 2 * 50_000 < jobs.held_bytes < 2 * 70_000
+    jobs.fail_all(EngineDied("gone"))
+    assert jobs.held_bytes == 0

@@ -24,6 +24,7 @@ Which jobs go to the fallback server is decided in :mod:`frameshard.broker.depar
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 import sys
@@ -524,7 +525,7 @@ class Jobs:
         job.images.close()
 
 
-def _size(request: m.Submit) -> int:
-    """The bytes of a request's texts and of the images in it."""
-    parts = (request.prompt, *(each.content for each in request.messages), *(each.data for each in request.images))
-    return sum(map(sys.getsizeof, parts))
+def _size(value: object) -> int:
+    """The bytes of memory of a request, or of a part of it."""
+    parts = vars(value).values() if dataclasses.is_dataclass(value) else value if isinstance(value, tuple) else ()
+    return sys.getsizeof(value) + sum(map(_size, parts))
