@@ -208,7 +208,7 @@ def wordy_model(model_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def thin_model(model_path: Path) -> Path:
-    """The first and the last layer of SmolLM2, for programs of which only the course is tested. It says words."""
+    """The first and the last layer of SmolLM2, for tests that need words but no certain text."""
     return made("smollm2-thin", make_shallow.make, model_path, first=1, last=1)
 
 

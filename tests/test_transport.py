@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
 import pytest
 import trio
 import zmq
@@ -99,60 +102,60 @@ async def test_a_router_says_that_nobody_is_there() -> None:
             Socket(router).try_send([b"nobody", b"hello"])
 
 
+@contextmanager
+def pair() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """Two sockets that are connected to each other."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://pair")
+        theirs.connect("inproc://pair")
+        yield ours, theirs
+
+
+@asynccontextmanager
+async def counted_turns() -> AsyncIterator[Callable[[], int]]:
+    """Yields a function that returns how many times another task has run since the block began."""
+    turns = 0
+
+    async def work() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(work)
+        yield lambda: turns
+        nursery.cancel_scope.cancel()
+
+
 @in_trio
 async def test_a_message_of_too_many_parts_is_given_up() -> None:
     """Other tasks run while the message is read."""
-    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
-        ours.bind("inproc://parts")
-        theirs.connect("inproc://parts")
+    with pair() as (ours, theirs):
         theirs.send_multipart([b"first"] + [b""] * (MAX_DROPPED + 100))
-        turns = 0
-
-        async def work() -> None:
-            nonlocal turns
-            while True:
-                await trio.lowlevel.checkpoint()
-                turns += 1
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(work)
+        async with counted_turns() as turns:
             with pytest.raises(Flooded) as flood:
                 await Socket(ours).receive()
-            nursery.cancel_scope.cancel()
         assert flood.value.first == b"first"
-        assert turns >= MAX_DROPPED // STEP_PARTS // 2  # trio runs the ready tasks in any order
+        assert turns() >= MAX_DROPPED // STEP_PARTS // 2  # trio runs the ready tasks in any order
 
 
 @in_trio
 async def test_messages_that_wait_are_received_several_in_a_turn() -> None:
     """A request must not wait for a turn of all other tasks for each request before it."""
     n_messages = 80
-    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
-        ours.bind("inproc://turns")
-        theirs.connect("inproc://turns")
+    with pair() as (ours, theirs):
         for number in range(n_messages):
             theirs.send(b"%d" % number)
-        turns = 0
-
-        async def work() -> None:
-            nonlocal turns
-            while True:
-                await trio.lowlevel.checkpoint()
-                turns += 1
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(work)
-            socket = Socket(ours, in_turn=8)
+        socket = Socket(ours, in_turn=8)
+        async with counted_turns() as turns:
             assert [int((await socket.receive())[0]) for _ in range(n_messages)] == list(range(n_messages))
-            nursery.cancel_scope.cancel()
-        assert 5 <= turns <= 20
+        assert 5 <= turns() <= 20
 
 
 @in_trio
 async def test_a_long_message_whose_receiver_was_cancelled_is_one_message_still() -> None:
-    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
-        ours.bind("inproc://parts")
-        theirs.connect("inproc://parts")
+    with pair() as (ours, theirs):
         theirs.send_multipart([b"a"] * 1000)
         theirs.send_multipart([b"b"])
         socket = Socket(ours)
@@ -173,9 +176,7 @@ async def test_a_long_message_whose_receiver_was_cancelled_is_one_message_still(
 
 @in_trio
 async def test_a_message_of_many_parts_is_cut() -> None:
-    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
-        ours.bind("inproc://parts")
-        theirs.connect("inproc://parts")
+    with pair() as (ours, theirs):
         theirs.send_multipart([b"x"] * 1000)
         theirs.send_multipart([b"a", b"b"])
         socket = Socket(ours)

@@ -966,7 +966,7 @@ class Client:
                 raise self._why()
             raise BadArgument("no further answer to this request comes")
         # The time limit counts heartbeats, so time in which either process was stopped does not count. The time before
-        # the request is sent does not count either: the limit begins with the first wait that begins after it.
+        # the request is sent does not count either: if it was held up when a wait began, a whole limit follows.
         due_beats = self._core.heard_beats + timeout_s / BEAT_S
         answer = None
         try:

@@ -25,7 +25,8 @@ ENDS = ("done", "failed", "cancelled")
 Event = dict[str, Any]
 MEMORIES = ("llama", "qwen3moe", "gemma3", "gemma4", "deepseek4", "mamba2", "kimi-linear")
 """A model of :data:`tiny_models.ARCHS` for each kind of memory: a plain KV cache, that of experts, a sliding window,
-layers that share the KV cache of others, two KV caches, recurrent states, and those with a latent KV cache in turns."""
+layers that share the KV cache of others, two KV caches, recurrent states, and layers of these beside a latent KV
+cache."""
 
 
 def _engine(fd: int) -> None:

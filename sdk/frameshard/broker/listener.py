@@ -47,8 +47,8 @@ MAX_PAUSE_S = 5.0
 before."""
 
 REQUESTS_IN_TURN = 8
-"""The most requests that are carried out before other tasks may run. With one, they would wait long while other tasks
-have much to do, such as those of many jobs at the fallback server."""
+"""The most requests that are carried out before other tasks may run. If it were one, requests would wait long while the
+tasks of many jobs at the fallback server have much to do."""
 
 BACKLOG = 32
 """The most connections that libzmq may still accept after the renaming."""

@@ -183,7 +183,7 @@ class Placement:
 
     def _measure_steps(self, sizes: Sequence[int], graph_bytes: Callable[[int], int]) -> None:
         """Measures the compute buffers of steps, by graphs that do not run. They are at the start of a context; in a
-        full one the masks are larger. That of the largest step is known, since the context was made for it.
+        full one the masks are larger. The buffer of the largest step is known: the context was made for that step.
 
         :raises BudgetBelowFloor: the floor must be raised for decodes, and the budget is below it.
         """

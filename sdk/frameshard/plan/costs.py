@@ -540,7 +540,7 @@ class Graph:
         singly = self._streamed_singly * float(self._expert_copy_s @ streamed)
         singly += self.expert_stream_share * float(self._expert_copy_s @ cpu)
         copying = work.copy_s + singly + (work.host_s if self._beside.in_turns else 0.0)
-        if max(copying, chain) >= best:  # as of most splits that a plan tries
+        if max(copying, chain) >= best:  # that ends most calls: a plan tries many splits
             return best
         each_s = turns + np.where(cpu, self._cpu_s * work.host_slower, 0.0)
         # The link is not free for other copies while single experts are copied.
