@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -52,15 +53,16 @@ def test_small_growth_changes_nothing() -> None:
     assert set(follow([700 * MIB] * 20 + [710 * MIB] * 50, counted)) == {counted}
 
 
-GROWTH = """
+START = """
 import json, sys, time
+from unittest import mock
+from frameshard.engine.budgets import Budgets
 from frameshard.engine.overhead import LOOKS, WINDOW_S, DriverOverhead
 from frameshard.engine.runtime import Runtime
 from frameshard.errors import BudgetBelowFloor
-from frameshard.wire.engine import EngineConfig
+from frameshard.wire.engine import EngineConfig, SetBudget
 
 MIB = 1 << 20
-config = EngineConfig(sys.argv[1], device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1)
 
 class Observer:
     held = 300 * MIB  # by the driver
@@ -68,6 +70,10 @@ class Observer:
     def used(self):
         stats = runtime.device.stats()
         return stats.used_bytes - stats.overhead_bytes + self.held
+
+def margin():
+    stats = device.stats()
+    return (stats.overhead_bytes - driver.held) / MIB if stats.used_bytes <= stats.budget_bytes else "above"
 
 def decode():
     until, looks = time.monotonic() + 4 * WINDOW_S, 0
@@ -78,29 +84,72 @@ def decode():
             runtime.decode_tokens(0, [300, 301, 302])
         except BudgetBelowFloor as error:
             return error.name
-    stats = device.stats()
-    return (stats.overhead_bytes - driver.held) / MIB if stats.used_bytes <= stats.budget_bytes else "above"
+    return margin()
 
-with Runtime.load(config) as runtime:
-    device, driver, found = runtime.device, Observer(), []
-    overhead = runtime.placement.overhead = DriverOverhead(device, driver)
-    overhead.measure()
-    device.set_budget(device.stats().floor_bytes, timeout_s=60)
-    for grown in (20, 66, 90):
-        driver.held = (300 + grown) * MIB
-        found.append(decode())
-    device.set_budget(0, timeout_s=60)
+config = EngineConfig(sys.argv[1], device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1)
+runtime = Runtime.load(config)
+device, driver, found = runtime.device, Observer(), []
+overhead = runtime.placement.overhead = DriverOverhead(device, driver)
+overhead.measure(ends_load=True)
+floor_bytes = device.stats().floor_bytes
+"""
+
+GROWTH = f"""{START}
+device.set_budget(floor_bytes, timeout_s=60)
+for grown in (20, 66, 90):
+    driver.held = (300 + grown) * MIB
     found.append(decode())
+device.set_budget(0, timeout_s=60)
+found.append(decode())
+runtime.close()
+print(json.dumps(found))
+"""
+
+BUDGETS = f"""{START}
+link = mock.Mock()
+served = Budgets(link, None, lambda: None)
+served._host = mock.Mock(budget_bytes=0, observed_bytes=None)
+
+def set_budget(bytes):
+    served._carry_out(runtime, SetBudget(1, bytes, 60.0))
+    answer = type(link.send.call_args_list[0].args[0]).__name__
+    link.send.reset_mock()
+    found.append((answer, margin()))
+
+for grown in (0, 66, 90):
+    driver.held = (300 + grown) * MIB
+    overhead.measure()
+    set_budget(floor_bytes - 1)
+    set_budget(floor_bytes)
+    set_budget(0)
+runtime.close()
 print(json.dumps(found))
 """
 
 
-def test_a_budget_at_the_floor_is_enough_while_the_driver_takes_the_margin(tiny_model: Callable[[str], Path]) -> None:
-    """How much of the margin is left, as the driver takes 20, 66 and 90 MiB of it, and then with a larger budget."""
-    command = [sys.executable, "-c", GROWTH, str(tiny_model("llama"))]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def margins(script: str, model: Path) -> Any:
+    """What ``script`` prints: how much of the margin of the driver, in MiB, is left each time."""
+    result = subprocess.run([sys.executable, "-c", script, str(model)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == [76, 30, "budget_below_floor", 96]
+    return json.loads(result.stdout)
+
+
+def test_a_budget_at_the_floor_is_enough_while_the_driver_takes_the_margin(tiny_model: Callable[[str], Path]) -> None:
+    """The driver takes 20, 66 and 90 MiB of the margin, and then the budget grows."""
+    assert margins(GROWTH, tiny_model("llama")) == [76, 30, "budget_below_floor", 96]
+
+
+def test_the_floor_of_the_load_is_enough_after_the_driver_has_taken_the_margin(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """The driver takes 0, 66 and 90 MiB while the budget has room for the whole margin. Then the game asks for a budget
+    below that floor, for the floor, and for all VRAM."""
+    refused, granted = "BudgetRefused", "BudgetGranted"
+    assert margins(BUDGETS, tiny_model("llama")) == [
+        *([refused, 96], [granted, 96], [granted, 96]),
+        *([refused, 96], [granted, 30], [granted, 30]),
+        *([refused, 96], [refused, 96], [granted, 96]),
+    ]
 
 
 class Driver:

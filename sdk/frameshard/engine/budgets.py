@@ -258,7 +258,10 @@ class Budgets:
         if runtime.device is not None:
             stats = runtime.device.stats()
             if 0 < wanted < stats.floor_bytes:
-                raise below_floor(wanted, stats.floor_bytes)
+                assert runtime.placement is not None
+                floor_bytes = runtime.placement.overhead.lower_floor(wanted)
+                if wanted < floor_bytes:
+                    raise below_floor(wanted, floor_bytes)
             excess = stats.used_bytes - wanted if wanted and not command.parked else 0
             # Every release has a constant delay, so a small release does not predict a much larger one.
             predicted = [took * max(1.0, excess / n) for n, took in self._releases if 8 * n >= excess]

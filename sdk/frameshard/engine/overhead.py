@@ -66,11 +66,14 @@ class DriverOverhead:
         self._observer = observer
         self._meter = OverheadMeter()
         self._looked_s = 0.0  # when follow() has taken its latest sample
+        self._wanted_bytes = 0  # the overhead by the latest measurement, with all of DRIVER_MARGIN
+        self._least_bytes = 0  # the least overhead that was set since the load: that of the lowest floor
 
-    def measure(self) -> None:
+    def measure(self, *, ends_load: bool = False) -> None:
         """[any thread] Measures the overhead and sets it. Call it only while nothing is allocated or freed: the
         driver's figure may be seconds late.
 
+        :param ends_load: from now on the game knows the floor.
         :raises BudgetBelowFloor: with this overhead and :data:`LEAST_MARGIN` the budget is below the floor.
         """
         used = self._observer.used() if self._observer is not None else None
@@ -82,8 +85,10 @@ class DriverOverhead:
         # The driver may have kept all of `pool_bytes`, which the device counts for prompts, or none of it. So the true
         # figure is between `held - pool_bytes` and `held`; the old figure is kept if it is in that range.
         overhead = min(max(counted, held - stats.pool_bytes), held)
-        wanted = max(counted, overhead) if stats.lacks_workspaces else overhead
-        self._device.set_overhead(_within_budget(wanted, stats))
+        self._wanted_bytes = max(counted, overhead) if stats.lacks_workspaces else overhead
+        overhead = _within_budget(self._wanted_bytes, stats, stats.budget_bytes)
+        self._least_bytes = overhead if ends_load else min(self._least_bytes, overhead)
+        self._device.set_overhead(overhead)
         self._meter.clear()
 
     def follow(self) -> None:
@@ -104,7 +109,8 @@ class DriverOverhead:
         if overhead is None:
             return
         self._meter.clear()
-        wanted = _within_budget(overhead - after.pool_bytes, after)
+        self._wanted_bytes = overhead - after.pool_bytes
+        wanted = _within_budget(self._wanted_bytes, after, after.budget_bytes)
         if wanted == _counted(after):
             return
         logger.info("the driver holds %d MiB now", (overhead - DRIVER_MARGIN) >> 20)
@@ -113,17 +119,29 @@ class DriverOverhead:
         except BudgetBelowFloor as error:
             logger.warning("%s", error)
 
+    def lower_floor(self, budget_bytes: int) -> int:
+        """[any thread] Keeps less of :data:`DRIVER_MARGIN` free if the floor is above a budget asked for because
+        the driver has taken more VRAM since the load. Waits for the graph that runs.
+
+        :returns: the floor in bytes. Nothing has changed if it is above the budget.
+        """
+        stats = self._device.stats()
+        overhead = max(_within_budget(self._wanted_bytes, stats, budget_bytes), self._least_bytes)
+        if 0 < stats.floor_bytes - budget_bytes <= _counted(stats) - overhead:
+            self._device.set_overhead(overhead)
+        return self._device.stats().floor_bytes
+
 
 def _counted(stats: Stats) -> int:
     """The bytes of the overhead that was set last: without the pools, which the device counts."""
     return stats.overhead_bytes - stats.pool_bytes
 
 
-def _within_budget(wanted_bytes: int, stats: Stats) -> int:
-    """An overhead for which the budget in force is not below the floor.
+def _within_budget(wanted_bytes: int, stats: Stats, budget_bytes: int) -> int:
+    """An overhead for which a budget is not below the floor.
 
     :param wanted_bytes: the overhead with all of :data:`DRIVER_MARGIN`.
     :returns: the same with as much of the margin as there is room for, and at least :data:`LEAST_MARGIN`.
     """
-    room = _counted(stats) + stats.budget_bytes - stats.floor_bytes
+    room = _counted(stats) + budget_bytes - stats.floor_bytes
     return min(wanted_bytes, max(room, wanted_bytes - DRIVER_MARGIN + LEAST_MARGIN))

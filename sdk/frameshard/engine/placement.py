@@ -238,7 +238,7 @@ class Placement:
         for i, shard in enumerate(self.ladder):
             if shard.kind == "experts":
                 self.device.set_expert_uses(i, kept.get(shard.name, []))
-        self.overhead.measure()
+        self.overhead.measure(ends_load=True)
         self.replan()
         if fill:
             self._fill_all()
