@@ -359,7 +359,12 @@ def test_vram_that_could_not_be_taken_in_time_is_taken_later(monkeypatch: pytest
             raise OutOfMemory("other programs hold it")
 
     runtime: Any = SimpleNamespace(
-        device=_Device(), floor_lock=threading.Lock(), unpark=unpark, observer=None, vram_budget_bytes=50
+        device=_Device(),
+        floor_lock=threading.Lock(),
+        placement=None,
+        unpark=unpark,
+        observer=None,
+        vram_budget_bytes=50,
     )
     served = Budgets(link, lambda change: change() if main else main.append(change), lambda: None)
     served.parked = True
@@ -403,7 +408,9 @@ def test_a_late_park_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch, e
             if not may_park.is_set():
                 raise OutOfMemory("host memory has no room for the KV cache")
 
-    runtime: Any = SimpleNamespace(device=Device(), floor_lock=threading.Lock(), observer=None, vram_budget_bytes=50)
+    runtime: Any = SimpleNamespace(
+        device=Device(), floor_lock=threading.Lock(), placement=None, observer=None, vram_budget_bytes=50
+    )
     served = Budgets(link, lambda change: change() if main else main.append(change), lambda: None)
     host: Any = _Host(0)
     threading.Thread(target=served.serve, args=(runtime, host), daemon=True).start()
@@ -433,7 +440,9 @@ def test_a_change_that_is_refused_changes_neither_budget() -> None:
     def unpark() -> None:
         raise OutOfMemory("the device could not be opened again")
 
-    runtime: Any = SimpleNamespace(device=_Device(), floor_lock=threading.Lock(), vram_budget_bytes=100, unpark=unpark)
+    runtime: Any = SimpleNamespace(
+        device=_Device(), floor_lock=threading.Lock(), placement=None, vram_budget_bytes=100, unpark=unpark
+    )
     budgets = Budgets(link, lambda change: change(), lambda: None)
     budgets.parked = True
     budgets._host = host
@@ -459,7 +468,7 @@ def test_a_refused_park_leaves_the_engine_as_it_was() -> None:
             assert in_force[-1] == self.stats().floor_bytes
             raise OutOfMemory("host memory has no room for the KV cache")
 
-    runtime: Any = SimpleNamespace(device=Device(), floor_lock=threading.Lock(), vram_budget_bytes=50)
+    runtime: Any = SimpleNamespace(device=Device(), floor_lock=threading.Lock(), placement=None, vram_budget_bytes=50)
     budgets = Budgets(link, lambda change: change(), lambda: plans.append(budgets.parked))
     budgets._host = host
     budgets._carry_out(runtime, em.SetBudget(1, 40, 1.0, parked=True, host_budget_bytes=200))
@@ -475,7 +484,7 @@ class StandIn:
     vram_budget_bytes = 0
 
     def __init__(self, *, late: bool) -> None:
-        self.device, self.observer = self, self if late else None
+        self.device, self.placement, self.observer = self, None, self if late else None
         self.floor_lock = threading.Lock()
         self.counted, self.was_read = threading.Event(), threading.Event()
 

@@ -492,7 +492,7 @@ def test_vram_changes_first_unless_the_host_budget_rises(before: int, wanted: in
     host.measure.return_value = None
     budgets = Budgets(link, lambda change: change(), lambda: None)
     budgets._host = host
-    runtime: Any = mock.Mock(device=device, floor_lock=threading.Lock(), observer=None)
+    runtime: Any = mock.Mock(device=device, floor_lock=threading.Lock(), placement=None, observer=None)
     budgets._carry_out(runtime, SetBudget(1, 60, 1.0, host_budget_bytes=wanted))
     assert changed == order
     (observed,) = link.send.call_args.args

@@ -190,7 +190,8 @@ class Budgets:
         started = time.monotonic()
         try:
             self._host.check(command.host_budget_bytes)
-            host_changed = self._change_both(runtime, command, started + self._grant(runtime, command))
+            with _lowered_floor(runtime, command.vram_budget_bytes):
+                host_changed = self._change_both(runtime, command, started + self._grant(runtime, command))
         except BrokerGone:
             raise
         except Exception as error:
@@ -258,10 +259,7 @@ class Budgets:
         if runtime.device is not None:
             stats = runtime.device.stats()
             if 0 < wanted < stats.floor_bytes:
-                assert runtime.placement is not None
-                floor_bytes = runtime.placement.overhead.lower_floor(wanted)
-                if wanted < floor_bytes:
-                    raise below_floor(wanted, floor_bytes)
+                raise below_floor(wanted, stats.floor_bytes)
             excess = stats.used_bytes - wanted if wanted and not command.parked else 0
             # Every release has a constant delay, so a small release does not predict a much larger one.
             predicted = [took * max(1.0, excess / n) for n, took in self._releases if 8 * n >= excess]
@@ -368,6 +366,11 @@ class Budgets:
             self._rest(runtime, time.monotonic() + OBSERVED_POLL_S)
             observed = runtime.observer.used()
         return observed
+
+
+def _lowered_floor(runtime: Runtime, budget_bytes: int) -> contextlib.AbstractContextManager[None]:
+    placement = runtime.placement
+    return contextlib.nullcontext() if placement is None else placement.overhead.lowered_floor(budget_bytes)
 
 
 def _seconds_to(deadline: float) -> float:

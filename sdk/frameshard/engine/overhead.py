@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
+import threading
 import time
+from collections.abc import Iterator
 
 from frameshard.engine.observer import Observer
 from frameshard.errors import BudgetBelowFloor
@@ -68,6 +71,7 @@ class DriverOverhead:
         self._looked_s = 0.0  # when follow() has taken its latest sample
         self._wanted_bytes = 0  # the overhead by the latest measurement, with all of DRIVER_MARGIN
         self._least_bytes = 0  # the least overhead that was set since the load: that of the lowest floor
+        self._changing = threading.Lock()  # held while the budget changes: the overhead does not rise then
 
     def measure(self, *, ends_load: bool = False) -> None:
         """[any thread] Measures the overhead and sets it. Call it only while nothing is allocated or freed: the
@@ -96,11 +100,17 @@ class DriverOverhead:
         takes a sample every :data:`LOOK_S`. The device evicts weights at once, so that :data:`DRIVER_MARGIN` is free
         again, or less of it at the floor."""
         now = time.monotonic()
-        if self._observer is None or now - self._looked_s < LOOK_S:
+        if self._observer is None or now - self._looked_s < LOOK_S or not self._changing.acquire(blocking=False):
             return
-        self._looked_s = now
+        try:
+            self._looked_s = now
+            self._follow(now, self._observer)
+        finally:
+            self._changing.release()
+
+    def _follow(self, now: float, observer: Observer) -> None:
         before = self._device.stats()
-        observed = self._observer.used()
+        observed = observer.used()
         after = self._device.stats()
         if observed is None or after.used_bytes != before.used_bytes:
             return
@@ -119,17 +129,17 @@ class DriverOverhead:
         except BudgetBelowFloor as error:
             logger.warning("%s", error)
 
-    def lower_floor(self, budget_bytes: int) -> int:
-        """[any thread] Keeps less of :data:`DRIVER_MARGIN` free if the floor is above a budget asked for because
-        the driver has taken more VRAM since the load. Waits for the graph that runs.
-
-        :returns: the floor in bytes. Nothing has changed if it is above the budget.
-        """
-        stats = self._device.stats()
-        overhead = max(_within_budget(self._wanted_bytes, stats, budget_bytes), self._least_bytes)
-        if 0 < stats.floor_bytes - budget_bytes <= _counted(stats) - overhead:
-            self._device.set_overhead(overhead)
-        return self._device.stats().floor_bytes
+    @contextlib.contextmanager
+    def lowered_floor(self, budget_bytes: int) -> Iterator[None]:
+        """[budget thread] A context in which the budget may change to ``budget_bytes``, 0 for all VRAM. If the floor is
+        above it because the driver has taken more VRAM since the load, less of :data:`DRIVER_MARGIN` is kept free; this
+        waits for the graph that runs."""
+        with self._changing:
+            stats = self._device.stats()
+            overhead = max(_within_budget(self._wanted_bytes, stats, budget_bytes), self._least_bytes)
+            if budget_bytes and 0 < stats.floor_bytes - budget_bytes <= _counted(stats) - overhead:
+                self._device.set_overhead(overhead)
+            yield
 
 
 def _counted(stats: Stats) -> int:
