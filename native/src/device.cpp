@@ -358,11 +358,11 @@ void Device::drop_pool() {
 
 void Device::set_overhead(uint64_t bytes) {
     ledger.set_overhead(bytes);
-    if (!committed) { // commit() checks it, and knows the floor
+    if (!committed && !parked) { // commit() checks it, and knows the floor
         return;
     }
     update_floor();
-    if (!graph_in_use() && !graphs_fit(ledger.budget())) {
+    if (committed && !graph_in_use() && !graphs_fit(ledger.budget())) {
         drop_graphs();
     }
 }

@@ -1055,6 +1055,10 @@ SCENARIO(overhead_counts) {
     CHECK(fsd_fill(UINT64_MAX, nullptr) == FSD_OK && stats().streamed_bytes == 0);
     s.check_conversation();
     s.check_ledger();
+    CHECK(fsd_park() == FSD_OK && fsd_set_overhead(more) == FSD_OK && stats().floor_bytes == s.floor + more);
+    CHECK(fsd_set_overhead(0) == FSD_OK && stats().floor_bytes == s.floor && fsd_unpark() == FSD_OK);
+    s.check_conversation();
+    s.check_ledger();
 }
 
 // The driver alone holds more than the budget before anything is committed: the refusal names the floor.
