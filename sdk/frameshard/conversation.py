@@ -10,8 +10,6 @@ from frameshard.records import record
 from frameshard.wire import checks, codec, saves
 from frameshard.wire import messages as m
 
-MAX_NAME_BYTES = 128
-
 
 @record
 class LoadResult:
@@ -88,8 +86,8 @@ class Conversations:
 
     def load(self, data: bytes, name: str, model: m.ModelInfo) -> LoadResult:
         check_name(name)
-        if not 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES:
-            raise BadArgument(f"the name of a conversation has 1 to {MAX_NAME_BYTES} bytes", field="conversation")
+        if not 0 < len(name.encode(errors="replace")) <= m.MAX_NAME_BYTES:
+            raise BadArgument(f"the name of a conversation has 1 to {m.MAX_NAME_BYTES} bytes", field="conversation")
         with typed():
             save = saves.read(data)
         there = self._by_name.get(name)

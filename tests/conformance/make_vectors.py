@@ -396,7 +396,7 @@ SHORT: dict[str, tuple[dict[str, Any], str]] = {
     "hello-short": ({"t": "hello", "id": 1, "protocol": 1, "client": ""}, "without fields that have defaults"),
     "submit-short": (submit(), "without fields that have defaults"),
     "sampling-short": (submit(sampling={"temperature": 1}), "an integer is a number; the rest has defaults"),
-    "limits": (submit(conversation="c" * 128, window=256), "a name and a window as large as they may be"),
+    "limits": (submit(conversation="c" * 512, window=256), "a name and a window as large as they may be"),
 }
 
 

@@ -127,7 +127,7 @@ def test_user_or_a_header_names_the_conversation() -> None:
     sent = "Jürgen".encode().decode("latin-1")  # as Starlette reads the bytes of a header
     for headers, conversation in (({}, "mira"), ({name: "bran"}, "bran"), ({name: sent}, "Jürgen")):
         assert request.read(document, headers, chat=False, n_ctx=512).conversation == conversation
-    for wrong in ("\xfc", "x" * 129):
+    for wrong in ("\xfc", "x" * 513):
         with pytest.raises(request.Refusal) as refused:
             request.read(document, {name: wrong}, chat=False, n_ctx=512)
         assert (refused.value.status, refused.value.param) == (400, name)

@@ -88,7 +88,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"stream": 1}, 400, "invalid_value", "stream"),
     ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options"),
     ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format"),
-    ({"user": "x" * 129}, 400, "invalid_value", "user"),
+    ({"user": "x" * 513}, 400, "invalid_value", "user"),
 ]
 HARMLESS = {
     "model": "gpt-4o",

@@ -471,7 +471,7 @@ typedef struct fs_tool_result {
 typedef struct fs_job_options {
     uint32_t struct_size;        /* set by fs_job_options_init */
     uint32_t window;             /* maximum number of events that are sent but not polled yet. 1..256, default 32 */
-    const char *conversation;    /* name of the conversation, at most 128 bytes; NULL (default): none */
+    const char *conversation;    /* name of the conversation, at most 512 bytes; NULL (default): none */
     const char *system;          /* fs_ask only: sets the conversation's system text; NULL (default): unchanged */
     const fs_sampling *sampling; /* NULL (default): all defaults */
     uint64_t timeline;           /* a number that each event of the job repeats. A game that increases it when a save is

@@ -56,7 +56,7 @@ constexpr double kLookAtProcessSeconds = 0.05;
 constexpr double kGoodbyeSeconds = 1.0;
 constexpr double kLongestWaitSeconds = 3600.0;
 constexpr double kEndSeconds = 3.0; // time for a process to end after its output has ended
-constexpr size_t kMaxName = 128;    // bytes of a conversation's name
+constexpr size_t kMaxName = 512;    // bytes of a conversation's name
 constexpr int kHighWater = 256, kHandshakeMs = 1000;
 constexpr int kGoodbyeLingerMs = 100; // for a sidecar that does not read; any other one takes the message at once
 

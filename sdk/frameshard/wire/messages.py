@@ -24,6 +24,8 @@ FEATURES: tuple[str, ...] = ()
 
 MAX_WINDOW = 256
 """Events that may be under way to a client for one job."""
+MAX_NAME_BYTES = 512
+"""The longest name of a conversation: game engines have such paths of objects."""
 
 # ---- fields that many messages have ---------------------------------------------------------------------------------
 
@@ -32,7 +34,7 @@ Epoch = Annotated[Id, "Number of the sidecar's launch."]
 Job = Annotated[Id, "Number of the job."]
 Seq = Annotated[Count, "Number of the event within its job, from 0 without gaps."]
 Timeline = Annotated[Count, "The `timeline` that the job was submitted with."]
-ConversationName = Annotated[str, checks.text(128, least=1)]
+ConversationName = Annotated[str, checks.text(MAX_NAME_BYTES, least=1)]
 FilePath = Annotated[str, checks.path(least=1)]
 Features = Annotated[tuple[Annotated[str, checks.text(64, least=1)], ...], 64]
 
@@ -417,7 +419,7 @@ class Submit:
     messages: Annotated[tuple[ChatMessage, ...], "Messages of a chat, at least one."] = ()
     prompt: Annotated[Text, "Prompt of a completion, not empty."] = ""
     conversation: Annotated[
-        Annotated[str, checks.text(128, least=1)] | None,
+        ConversationName | None,
         "Name of the conversation. Its KV cache is kept, so a later prompt that begins with the same messages is"
         " computed faster.",
     ] = None

@@ -21,7 +21,7 @@ class FRAMESHARD_API UFrameshardNpcComponent : public UActorComponent
 public:
 	/** Persona, sampling and images. If Conversation is empty, the actor's path is used, such as
 	 * /Game/Town.Town:PersistentLevel.Mira. Set it for saved games, for actors that are spawned anew, and for paths of
-	 * more than 128 bytes. */
+	 * more than 512 bytes. */
 	UPROPERTY(EditAnywhere, BlueprintReadWrite, Category = "frameshard")
 	FFrameshardAskParams Params;
 
