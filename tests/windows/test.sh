@@ -95,5 +95,6 @@ cd "$root"
   status=0
   wine "$python/python.exe" -m pytest -p no:cacheprovider "$@" < /dev/null 2>&1 || status=$?
   echo $status > "$work/pytest-status"
+  wineserver -k || true # what a killed process has left, such as a console, would keep the pipe open
 } | cat
 exit "$(cat "$work/pytest-status")"
