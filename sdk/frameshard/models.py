@@ -18,9 +18,11 @@ there; a file with a wrong hash is deleted. A server that names no hash must nam
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +38,8 @@ from frameshard.records import record
 OnProgress = Callable[[int, int | None], None]
 """Is called with the bytes that are there, and the size of the file or None."""
 
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_NO_FILE_WINDOWS = (21, 123, 1921)  # a drive without a medium, a name that no file can have, a link to itself
 _BLOCK = 1 << 20
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _PART = re.compile(r"(.+)@([0-9]{1,19})\+([0-9]{1,19})", re.DOTALL)
@@ -304,8 +308,12 @@ def is_file(path: Path) -> bool:
     :raises ModelNotFound: it cannot be told, such as in a folder that this user may not look into.
     """
     try:
-        return path.is_file()
+        return stat.S_ISREG(path.stat().st_mode)  # from Python 3.14 on Path.is_file() is False without access, too
+    except ValueError:  # no file can have this name
+        return False
     except OSError as error:
+        if error.errno in _NO_FILE or getattr(error, "winerror", None) in _NO_FILE_WINDOWS:
+            return False
         raise _unreadable(path, error) from None
 
 
@@ -394,7 +402,7 @@ def fetched() -> list[Path]:
     :raises ModelNotFound: a folder of the cache cannot be looked into.
     """
     try:
-        found = [path for path in models_dir().rglob("*.gguf") if path.is_file()]
+        found = [path for path in models_dir().rglob("*.gguf") if is_file(path)]
     except OSError as error:
         raise _unreadable(models_dir(), error) from None
     return sorted(path for path in found if not re.search(r"(^|/)\.", path.relative_to(models_dir()).as_posix()))
