@@ -48,8 +48,8 @@ struct Device {
     Weights weights;
     std::vector<Buffer *> buffers;
     uint64_t residency_generation = 1; // changes when compiled programs are no longer right
-    HostCache cache;                   // weights in host memory
     ExpertCache experts;               // in the ring, behind what is streamed
+    HostCache cache;                   // weights in host memory
     Arena arena;
     Ring ring;
     KvStore kv;
