@@ -24,6 +24,44 @@ PROMPTS = ["Mira pours another cup. " * n for n in (1, 2, 5, 10, 20)]
 PAUSE_S = 0.015
 """The longest time between two disturbances."""
 
+GROWING_DRIVER = """
+from frameshard.engine import process, runtime
+
+class Driver:
+    source, pid = "nvml", 0
+
+    def __init__(self):
+        self.workspaces = 0
+
+    def used(self):
+        stats = devices[0].stats()
+        if stats.lacks_workspaces:
+            self.workspaces = 0
+        return stats.used_bytes - stats.overhead_bytes + (300 << 20) + self.workspaces
+
+    def totals(self):
+        return None
+
+    def others(self):
+        return {}
+
+def open_device(*args, **options):
+    devices.append(shard_device(*args, **options))
+    return devices[0]
+
+def decode_and_grow(self, batch, **options):
+    rows = decode(self, batch, **options)
+    if len(batch) > 1:
+        self.observer.workspaces = 64 << 20
+    return rows
+
+devices, shard_device, decode = [], runtime.ShardDevice, runtime.Runtime.decode
+runtime.EMULATED = "none, so that the driver is asked"
+runtime.find_observer, runtime.ShardDevice, runtime.Runtime.decode = Driver, open_device, decode_and_grow
+process.main()
+"""
+"""An engine whose driver takes 64 MiB at each first decode of several sequences, as CUDA does for recurrent models."""
+
 QUIET_S = 60.0
 """At the end all jobs must be done within so many seconds."""
 
@@ -135,15 +173,24 @@ class Rush:
 
 
 async def rush(
-    model: Path, *, seconds: float, seed: int, parallel: int = 1, planned: int = 0, unit_kb: int = 0
+    model: Path,
+    *,
+    seconds: float,
+    seed: int,
+    parallel: int = 1,
+    planned: int = 0,
+    unit_kb: int = 0,
+    driver_grows: int = 0,
 ) -> Report:
     """Loads a model on the emulated device and disturbs it.
 
     :param parallel: jobs at once.
     :param planned: 1 for mode planned, 0 for stream-only.
     :param unit_kb: VRAM is allocated in multiples of so many KiB, as by the drivers of GPUs.
+    :param driver_grows: 1 for the engine of :data:`GROWING_DRIVER`.
     """
-    child = EngineProcess(faults=f"unit_kb={unit_kb}")
+    program = ("-c", GROWING_DRIVER) if driver_grows else ()
+    child = EngineProcess(faults=f"unit_kb={unit_kb}", program=program)
     try:
         mode = "planned" if planned else "stream_only"
         child.load(model, device="emulated", mode=mode, n_ctx=1024, n_parallel=parallel, n_threads=1)
@@ -157,5 +204,6 @@ if __name__ == "__main__":
         "parallel": (1, "jobs at once"),
         "planned": (0, "1 for mode planned, 0 for stream-only"),
         "unit_kb": (0, "VRAM is allocated in multiples of so many KiB"),
+        "driver_grows": (0, "1 for a driver that takes VRAM during use"),
     }
     sys.exit(commandline.main(__doc__, rush, **options))

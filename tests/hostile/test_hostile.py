@@ -70,6 +70,16 @@ def test_no_change_of_the_budget_takes_the_engine_down(
     assert report.budgets > 0
 
 
+def test_no_budget_from_the_floor_of_the_load_on_is_refused_while_the_driver_grows(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    how = {"seconds": SECONDS / 3, "parallel": 2, "planned": 1, "driver_grows": 1}
+    report = trio.run(lambda: budgets.rush(tiny_model("rwkv6"), seed=SEED, **how))
+    show(report)
+    assert report.problems == []
+    assert report.budgets > 0
+
+
 def test_no_message_takes_the_service_down(talking_model: Path, encoder_path: Path) -> None:
     report = trio.run(lambda: fuzz.fuzz(talking_model, seconds=SECONDS / 3, seed=SEED))
     show(report)
