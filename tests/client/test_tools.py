@@ -296,7 +296,7 @@ def test_a_type_that_is_not_known_is_refused_at_once() -> None:
     [
         ("[1]", "no JSON object"),
         ('"x"', "no JSON object"),
-        ("[" * 30_000 + "]" * 30_000, "cannot be read|no JSON object"),  # Python 3.14 can read it
+        ("[" * 30_000 + "]" * 30_000, "no JSON object" if sys.version_info >= (3, 14) else "cannot be read"),
         ("{}", "missing a required argument: 'count'"),
         ('{"count": 1, "colour": 2}', "unexpected keyword argument 'colour'"),
         ('{"count": 3.5}', "count is 3.5, which is no int"),

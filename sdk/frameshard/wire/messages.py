@@ -25,7 +25,7 @@ FEATURES: tuple[str, ...] = ()
 MAX_WINDOW = 256
 """Events that may be under way to a client for one job."""
 MAX_NAME_BYTES = 512
-"""The longest name of a conversation: game engines have such paths of objects."""
+"""The longest name of a conversation. In game engines it may be the path of an object."""
 
 # ---- fields that many messages have ---------------------------------------------------------------------------------
 
