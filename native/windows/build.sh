@@ -51,7 +51,7 @@ wine cmd /c exit >/dev/null 2>&1 || true
 WINEPATH=$(winepath -w "$work/llama/bin")
 export WINEPATH
 logged device-cmake.log cmake -S "$here/.." -B "$work/device" -G Ninja -DCMAKE_TOOLCHAIN_FILE="$toolchain" \
-  -DCMAKE_CROSSCOMPILING_EMULATOR=wine -DCMAKE_FIND_ROOT_PATH="$work/llama" -DFRAMESHARD_TESTS=ON \
+  -DCMAKE_CROSSCOMPILING_EMULATOR="$here/wine.sh" -DCMAKE_FIND_ROOT_PATH="$work/llama" -DFRAMESHARD_TESTS=ON \
   -DLLAMA_CPP_INCLUDE="$work/llama/include" -DLLAMA_CPP_LIB="$work/llama/lib" \
   -DGGML_INTERNAL_INCLUDE="$(cd "$tools" && python3 -c 'import headers; print(headers.internal())')"
 ninja -C "$work/device" -j2
