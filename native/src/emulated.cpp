@@ -231,7 +231,7 @@ struct Emulated {
     uint64_t n_allocations = 0;
     time_point other_since; // the epoch: the other process was not found yet
 
-    std::atomic<uint64_t> n_computes{0};
+    std::atomic<uint64_t> n_computes{0}, n_events{0};
     std::atomic<uint64_t> n_pages{0}; // allocations for reads from disk
     std::atomic<bool> lost{false};
 
@@ -739,6 +739,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph *graph) no
 
 void backend_event_record(ggml_backend_t backend, ggml_backend_event_t e) {
     auto m = record(stream_of(backend));
+    stream_of(backend).device.n_events++;
     Event &ev = *static_cast<Event *>(e->context);
     std::lock_guard<std::mutex> lock(ev.mutex);
     ev.last = std::move(m);
@@ -984,6 +985,7 @@ fs_emulated_stats fs_emulated_get_stats(ggml_backend_dev_t device) {
         s.allocations = d.n_allocations;
     }
     s.computes = d.n_computes.load();
+    s.events = d.n_events.load();
     d.h2d.read(s.h2d_bytes, s.h2d_busy_s);
     d.d2h.read(s.d2h_bytes, s.d2h_busy_s);
     s.lost = d.lost.load();

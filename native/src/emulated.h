@@ -42,6 +42,7 @@ struct fs_emulated_stats {
     uint64_t vram_bytes, used_bytes, peak_bytes;
     uint64_t allocations; // calls, refused ones included
     uint64_t computes;    // enqueued
+    uint64_t events;      // recorded
     uint64_t h2d_bytes, d2h_bytes;
     double h2d_busy_s, d2h_busy_s; // time the link was busy: bytes over bandwidth; if unlimited, time in memcpy
     bool lost;                     // a compute has failed: every later compute and allocation fails

@@ -271,16 +271,19 @@ bool Executor::waits_soon(const Segment &done) const {
                                    program->segments.begin() + (ptrdiff_t)end, [](const Segment &s) { return s.cpu; });
 }
 
-// Waits until at most kRunAhead segments are queued, and for this one if it is timed.
+// Waits until at most kRunAhead segments are queued, and for this one if it is timed. Of the last segments nothing is
+// recorded: no later one waits for them, and ggml's synchronize waits with less delay than an event.
 void Executor::limit_queue(uint64_t start_ns, bool timed) {
     ggml_backend_event_t &event = queued[n_queued % kRunAhead];
     uint64_t &use = uses[n_queued++ % kRunAhead];
     if (event) {
         ggml_backend_event_synchronize(event);
         d.ring.computed(use);
-    } else {
-        event = ggml_backend_event_new(d.inner.dev);
     }
+    if (!timed && next + kRunAhead > program->segments.size()) {
+        return;
+    }
+    event = event ? event : ggml_backend_event_new(d.inner.dev);
     ggml_backend_event_record(event, d.inner.compute);
     use = d.ring.next_use();
     if (timed) {

@@ -90,9 +90,10 @@ class Compiler {
     void add_shadow_node(const ggml_tensor *node);
     ggml_tensor *twin(const ggml_tensor *t);
     void add_row_piece(const Step &s);
+    void add_segment_node(const Segment &seg, int node);
     void lower_cpu_steps(int step, int node0, int node1);
     size_t work_of(const Step &s) const;
-    bool may_merge(const Step &s, int node0, size_t work) const;
+    bool may_merge(int step, int node0, size_t work) const;
     void add_gpu(int step, int node0, int node1);
     void add_cpu(int node0, int node1);
     int add_cpu_rows(int step);
@@ -439,6 +440,19 @@ void Compiler::add_row_piece(const Step &st) {
     }
 }
 
+// A node of a GPU segment, or the row pieces of one that the segment has.
+void Compiler::add_segment_node(const Segment &seg, int node) {
+    if (!steps[step_of[node]].row_piece) {
+        add_shadow_node(g->nodes[node]);
+        return;
+    }
+    for (int k = seg.step0; k < seg.step1; k++) {
+        if (steps[k].node0 == node) {
+            add_row_piece(steps[k]);
+        }
+    }
+}
+
 // The numbers of the slots of the chosen experts; and the nodes that look them up, if the device can do so.
 void Compiler::add_numbers(ExpertGroup &group, ggml_tensor *key) {
     group.numbers = twin(group.ids);
@@ -514,14 +528,14 @@ size_t Compiler::work_of(const Step &s) const {
     return n_tokens < kPrefillTokens ? std::min(s.bytes, all) : all;
 }
 
-// Whether a resident step may be computed in the segment before it. Row pieces go with pieces of the same matrix.
-bool Compiler::may_merge(const Step &s, int node0, size_t work) const {
+// Whether a resident step may be computed in the segment before it.
+bool Compiler::may_merge(int step, int node0, size_t work) const {
     if (p.segments.empty()) {
         return false;
     }
     const Segment &last = p.segments.back();
-    const bool adjacent = s.row_piece ? last.node0 == node0 : last.node1 == node0;
-    return adjacent && last.row_piece == s.row_piece && !last.cpu && last.entry < 0 && last.group < 0 && !last.block &&
+    const bool adjacent = steps[step].piece > 0 ? last.step1 == step : last.node1 == node0;
+    return adjacent && !last.cpu && last.entry < 0 && last.group < 0 && !last.block &&
            (work == 0 || merged_work + work <= p.key.merge_limit);
 }
 
@@ -544,10 +558,9 @@ void Compiler::add_gpu(int step, int node0, int node1) {
         block = block_of(g->nodes[i]);
         block = block && block->in_host_memory ? block : nullptr;
     }
-    if (!streamed.empty() || block || !may_merge(s, node0, work ? work_of(s) : 0)) {
+    if (!streamed.empty() || block || !may_merge(step, node0, work ? work_of(s) : 0)) {
         Segment seg;
         seg.step0 = step;
-        seg.row_piece = s.row_piece;
         seg.node0 = node0;
         seg.piece = s.piece;
         seg.uid = (1ull << 62) + ggml_graph_next_uid();
@@ -914,15 +927,11 @@ bool Compiler::lower(std::string &why) {
         }
         seg.shadow0 = p.shadow->n_nodes;
         p.shadow->nodes[p.shadow->n_nodes++] = capture ? keys.at_place(one, place) : keys.uncaptured(one);
-        if (seg.row_piece) {
-            for (int k = seg.step0; k < seg.step1; k++) {
-                add_row_piece(steps[k]);
-            }
-        } else if (seg.group >= 0) {
+        if (seg.group >= 0) {
             add_group_nodes(p.groups[seg.group]);
         } else {
             for (int i = seg.node0; i < seg.node1; i++) {
-                add_shadow_node(g->nodes[i]);
+                add_segment_node(seg, i);
             }
         }
         seg.shadow1 = p.shadow->n_nodes;

@@ -6,6 +6,8 @@
 #include "pacing.h"
 #include "system.h"
 
+#include "ggml-backend-impl.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -16,13 +18,13 @@ static constexpr size_t MiB = 1024 * 1024;
 
 static constexpr Quirks kQuirks[] = {
     // Prefill is merged to 0.5 ms of an H100, 10 ms of a laptop.
-    {"CUDA", false, 2 * MiB, HostReads::pinned, false, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38,
-     768 * MiB, 1e13, 0.5, 512, 0.25, true},
-    {"Vulkan", false, 2 * MiB, HostReads::never, true, true, true, true, 2048 * MiB, 512 * MiB, (size_t)1 << 38,
+    {"CUDA", false, 2 * MiB, HostReads::pinned, false, false, false, false, false, 2048 * MiB, 512 * MiB,
+     (size_t)1 << 38, 768 * MiB, 1e13, 0.5, 512, 0.25, true},
+    {"Vulkan", false, 2 * MiB, HostReads::never, true, true, true, true, true, 2048 * MiB, 512 * MiB, (size_t)1 << 38,
      768 * MiB, 1e13, 0.5, 512, 0.25, false},
-    {"emulated", true, 1, HostReads::always, false, false, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 0, 64, 0,
-     false},
-    {"", false, 2 * MiB, HostReads::never, false, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38,
+    {"emulated", true, 1, HostReads::always, false, false, false, false, false, 64 * MiB, 64 * MiB, 0, 64 * MiB, 4e9, 0,
+     64, 0, false},
+    {"", false, 2 * MiB, HostReads::never, false, false, false, false, false, 2048 * MiB, 512 * MiB, (size_t)1 << 38,
      768 * MiB, 1e13, 0.5, 512, 0.25, false},
 };
 
@@ -123,6 +125,12 @@ void Inner::grow_pool(ggml_backend_buffer_t memory, size_t bytes) {
     graph.size = graph.n_nodes = 2;
     if (ggml_backend_graph_compute(compute, &graph) == GGML_STATUS_SUCCESS) {
         pool_bytes_ = bytes;
+    }
+}
+
+void Inner::order_graph(ggml_cgraph *graph, ggml_backend_graph_optimize_params *params) const {
+    if (quirks.orders_graphs && compute && compute->iface.graph_optimize) {
+        compute->iface.graph_optimize(compute, graph, params);
     }
 }
 

@@ -11,6 +11,8 @@
 #include <memory>
 #include <vector>
 
+struct ggml_backend_graph_optimize_params;
+
 namespace fsd {
 
 class Pacing;
@@ -54,6 +56,8 @@ struct Quirks {
     bool one_queue;
     // The CPU records all kernels of a graph anew each time. Others replay what they have captured.
     bool records_kernels;
+    // Kernels that do not wait for each other run at once, and more of them are one, if it orders the nodes of a graph.
+    bool orders_graphs;
     // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
     // and while the host is paced, and bytes times tokens for prefill.
     size_t decode_merge, paced_decode_merge, prefill_merge;
@@ -93,6 +97,9 @@ class Inner {
     // kernels that read beyond a pool.
     void grow_pool(ggml_backend_buffer_t memory, size_t bytes);
     bool renew_compute(); // frees the compute stream's pools; false: another stream cannot be opened
+    // Orders the nodes of a graph, which have no memory yet, as the device computes them best, and says what must keep its
+    // memory for longer.
+    void order_graph(ggml_cgraph *graph, ggml_backend_graph_optimize_params *params) const;
     void close_streams(); // frees the device's pools and workspaces, which belong to its streams
 
     ggml_backend_buffer_type_t buffer_type() const { return ggml_backend_dev_buffer_type(dev); }

@@ -266,7 +266,33 @@ static void backend_synchronize(ggml_backend_t) {
     d.inner.synchronize();
 }
 
+// Reads results behind the work that is queued, so that ggml waits once for both.
+static void backend_get_async(ggml_backend_t, const ggml_tensor *t, void *data, size_t offset, size_t size) {
+    Device &d = device();
+    {
+        std::lock_guard<std::mutex> lock(d.graph_mutex);
+        Buffer *c = buffer_of(root_of(t));
+        const bool can = c && c->graph && !d.parked && d.inner.compute->iface.get_tensor_async;
+        if (can && d.hold(*c->graph)) {
+            const size_t begin = (size_t)((char *)t->data - c->base) + offset;
+            each_inner(*c, begin, size, [&](const ggml_tensor *raw, size_t from, size_t n) {
+                ggml_backend_tensor_get_async(d.inner.compute, raw, (char *)data + from, 0, n);
+            });
+            d.inner.compute_pending = true;
+            return;
+        }
+    }
+    ggml_backend_tensor_get(t, data, offset, size);
+}
+
 static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) { return run_graph(device(), graph); }
+
+// Called before memory is given to the nodes, so that they may still change places.
+static void backend_optimize(ggml_backend_t, ggml_cgraph *graph, ggml_backend_graph_optimize_params *params) {
+    Device &d = device();
+    std::lock_guard<std::mutex> lock(d.graph_mutex);
+    d.inner.order_graph(graph, params);
+}
 
 static ggml_guid_t backend_guid() {
     static ggml_guid guid = {0x66, 0x72, 0x61, 0x6d, 0x65, 0x73, 0x68, 0x61,
@@ -283,7 +309,9 @@ static ggml_backend_t dev_init(ggml_backend_dev_t dev, const char *) {
     iface.get_name = backend_name;
     iface.free = backend_free;
     iface.synchronize = backend_synchronize;
+    iface.get_tensor_async = backend_get_async;
     iface.graph_compute = backend_compute;
+    iface.graph_optimize = backend_optimize;
     return new ggml_backend{backend_guid(), iface, dev, nullptr};
 }
 

@@ -55,8 +55,8 @@ struct ExpertGroup {
 // A run of nodes on one device. GPU segments are a range of the program's shadow nodes.
 struct Segment {
     bool cpu = false;
-    bool row_piece = false;              // the segment is row pieces of one matrix and nothing else
-    int step0 = 0, step1 = 0;            // GPU: steps covered
+    bool row_piece = false;              // CPU: the segment is row pieces of one matrix and nothing else
+    int step0 = 0, step1 = 0;            // steps covered, if there are row pieces among them
     int node0 = 0, node1 = 0;            // original nodes covered
     int piece = 0;                       // index of the first row piece, for resuming after an eviction
     int shadow0 = 0, shadow1 = 0;        // GPU: range of shadow nodes
