@@ -556,6 +556,7 @@ static ggml_status run_begun(Device &d, const ggml_cgraph *graph) {
     d.arena.finish_fills();
     d.balance_host();
     d.counters.update([&](fsd_stats &c) { c.graphs++; });
+    d.inner.graph_pending = true;
     const ggml_status status = Executor(d, graph).run();
     if (tokens_of(d, graph) >= kPromptTokens) {
         d.inner.lacks_workspaces.store(false);

@@ -16,6 +16,8 @@ namespace fsd {
 
 static constexpr size_t MiB = 1024 * 1024;
 
+static constexpr size_t kInputBytes = MiB / 2; // of all inputs of a graph of few tokens
+
 static constexpr Quirks kQuirks[] = {
     // Prefill is merged to 0.5 ms of an H100, 10 ms of a laptop.
     {"CUDA", false, 2 * MiB, HostReads::pinned, false, false, false, false, false, 2048 * MiB, 512 * MiB,
@@ -86,7 +88,7 @@ bool Inner::renew_compute() {
     ggml_backend_synchronize(compute);
     ggml_backend_free(compute);
     compute = renewed;
-    compute_pending = false;
+    compute_pending = graph_pending = false;
     pool_bytes_ = 0;
     lacks_workspaces.store(true);
     return true;
@@ -200,7 +202,7 @@ void Inner::upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, vo
 void Inner::synchronize() {
     if (compute_pending) {
         ggml_backend_synchronize(compute);
-        compute_pending = false;
+        compute_pending = graph_pending = false;
     }
 }
 
@@ -214,6 +216,30 @@ void Inner::stream_waits(ggml_backend_t stream) {
     computed = computed ? computed : ggml_backend_event_new(dev);
     ggml_backend_event_record(computed, compute);
     ggml_backend_event_wait(stream, computed);
+}
+
+void Inner::put_input(ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes) {
+    if (graph_pending) { // it may read what is written
+        synchronize();
+    }
+    if (bytes <= kInputBytes && !pinned_inputs && host_buffer_type()) {
+        pinned_inputs = allocate_of_host_type(dev, kInputBytes);
+        input_bytes = pinned_inputs ? kInputBytes : 0;
+    }
+    if (bytes > kInputBytes || !pinned_inputs) {
+        synchronize();
+        upload(nullptr, buffer, to, from, bytes);
+        return;
+    }
+    if (compute_pending && inputs_end + bytes > kInputBytes) {
+        synchronize();
+    }
+    inputs_end = compute_pending ? inputs_end : 0;
+    char *const at = (char *)ggml_backend_buffer_get_base(pinned_inputs.get()) + inputs_end;
+    memcpy(at, from, bytes);
+    upload(compute, buffer, to, at, bytes);
+    compute_pending = true;
+    inputs_end += align_up(bytes);
 }
 
 char *Inner::staging(size_t bytes) {

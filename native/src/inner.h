@@ -125,12 +125,14 @@ class Inner {
     void wait_for_copies();
     // Another stream waits for all computing queued so far; the CPU does not.
     void stream_waits(ggml_backend_t stream);
+    // Writes an input of the next graph. Small ones go through pinned memory and are queued: nothing waits for each of them.
+    void put_input(ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes);
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
     char *staging(size_t bytes);
     // Memory of whole pages for reads from disk, pinned if the device has such memory; null: there is none.
     std::shared_ptr<char> pages(size_t bytes) const;
     // [any thread] Host memory that is held for copies: staging memory, and that of the host paths.
-    uint64_t pinned_bytes() const { return staging_bytes.load() + host_paths.pinned_bytes.load(); }
+    uint64_t pinned_bytes() const { return staging_bytes.load() + input_bytes.load() + host_paths.pinned_bytes.load(); }
     // Writes `n` rows of floats in staging memory to rows `places`, also in staging memory, of a tensor on the device.
     ggml_status put_rows(HostRows &rows, const ggml_tensor &to, const char *from, const int64_t *places, int64_t n);
 
@@ -143,6 +145,7 @@ class Inner {
     // Copies from the device beside both, of keys and values and of what a router has chosen; null where they share a queue.
     ggml_backend_t mirror = nullptr, aside = nullptr;
     bool compute_pending = false;              // work was queued on the compute stream since synchronize()
+    bool graph_pending = false;                // a graph was, too
     std::atomic<bool> lacks_workspaces{false}; // [any thread] they were freed, and no prompt has taken them again
     GraphKeys keys;
     HostPaths host_paths;
@@ -153,9 +156,10 @@ class Inner {
     size_t pool_bytes_ = 0;                  // the least size of the pools
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
     ggml_backend_event_t computed = nullptr; // of stream_waits()
-    InnerBuffer pinned_staging, pinned_zeros;
+    InnerBuffer pinned_staging, pinned_inputs, pinned_zeros;
+    size_t inputs_end = 0;              // of what is in use of pinned_inputs
     std::vector<char> pageable_staging; // where there is no pinned memory
-    std::atomic<size_t> staging_bytes{0};
+    std::atomic<size_t> staging_bytes{0}, input_bytes{0};
 };
 
 } // namespace fsd

@@ -124,12 +124,12 @@ static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t off
     } else if (!d.materialise(c)) {
         GGML_ABORT("frameshard: no VRAM for a buffer of %zu bytes within the budget", c->size);
     }
-    d.inner.synchronize();
     each_inner(*c, begin, size, use);
 }
 
 static void buffer_memset(ggml_backend_buffer_t b, ggml_tensor *t, uint8_t value, size_t offset, size_t size) {
     with_inner(b, t, offset, size, value != 0, [&](ggml_tensor *raw, size_t, size_t n) {
+        device().inner.synchronize();
         if (raw && ctx(b)->kv) {
             device().kv.note_change(*ctx(b)->kv, (size_t)((char *)t->data - ctx(b)->base) + offset, size);
         }
@@ -141,7 +141,13 @@ static void buffer_memset(ggml_backend_buffer_t b, ggml_tensor *t, uint8_t value
 
 static void buffer_set(ggml_backend_buffer_t b, ggml_tensor *t, const void *data, size_t offset, size_t size) {
     with_inner(b, t, offset, size, true, [&](ggml_tensor *raw, size_t from, size_t n) {
-        device().inner.upload(nullptr, raw->buffer, raw->data, (const char *)data + from, n);
+        Inner &inner = device().inner;
+        if (ctx(b)->graph) {
+            inner.put_input(raw->buffer, raw->data, (const char *)data + from, n);
+            return;
+        }
+        inner.synchronize();
+        inner.upload(nullptr, raw->buffer, raw->data, (const char *)data + from, n);
     });
     if (t->type == GGML_TYPE_I64) { // numbers of KV rows: the device may get others, host memory keeps these
         memcpy((char *)t->data + offset, data, size);
@@ -154,6 +160,7 @@ static void buffer_get(ggml_backend_buffer_t b, const ggml_tensor *t, void *data
         return;
     }
     with_inner(b, t, offset, size, false, [&](ggml_tensor *raw, size_t from, size_t n) {
+        device().inner.synchronize();
         if (raw) {
             ggml_backend_tensor_get(raw, (char *)data + from, 0, n);
         } else {
