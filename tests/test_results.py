@@ -38,6 +38,13 @@ def test_every_result_says_where_it_is_from(results: ModuleType) -> None:
             assert all(isinstance(value, str) and value for value in meta.values()), path
 
 
+def test_runs_have_names_of_letters(results: ModuleType) -> None:
+    made = [{"meta": {"commit": str(i // 2)}} for i in range(108)]
+    names = results.runs(made)
+    assert [names[2 * i] for i in (0, 25, 26, 51, 52, 53)] == ["a", "z", "aa", "az", "ba", "bb"]
+    assert all(names[2 * i] == names[2 * i + 1] for i in range(54))
+
+
 def test_the_page_and_the_chart_are_fresh() -> None:
     checked = subprocess.run([sys.executable, str(TOOL), "render", "--check"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
