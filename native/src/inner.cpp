@@ -222,7 +222,8 @@ void Inner::put_input(ggml_backend_buffer_t buffer, void *to, const void *from, 
     if (graph_pending) { // it may read what is written
         synchronize();
     }
-    if (bytes <= kInputBytes && !pinned_inputs && host_buffer_type()) {
+    if (!asked_for_inputs) { // once: a refusal takes the driver time
+        asked_for_inputs = true;
         pinned_inputs = allocate_of_host_type(dev, kInputBytes);
         input_bytes = pinned_inputs ? kInputBytes : 0;
     }

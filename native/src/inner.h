@@ -157,6 +157,7 @@ class Inner {
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
     ggml_backend_event_t computed = nullptr; // of stream_waits()
     InnerBuffer pinned_staging, pinned_inputs, pinned_zeros;
+    bool asked_for_inputs = false;
     size_t inputs_end = 0;              // of what is in use of pinned_inputs
     std::vector<char> pageable_staging; // where there is no pinned memory
     std::atomic<size_t> staging_bytes{0}, input_bytes{0};
