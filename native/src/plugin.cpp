@@ -94,7 +94,8 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor *t) {
     return GGML_STATUS_SUCCESS;
 }
 
-// each_inner() for a part of a tensor, after memory for it is allocated. Weights are read-only.
+// each_inner() for a part of a tensor, after memory for it is allocated. Waiting for queued work is left to `use`. Weights are
+// read-only.
 template <typename F>
 static void with_inner(ggml_backend_buffer_t b, const ggml_tensor *t, size_t offset, size_t size, bool writes, F use) {
     Device &d = device();
@@ -275,21 +276,16 @@ static void backend_synchronize(ggml_backend_t) {
 
 // Reads results behind the work that is queued, so that ggml waits once for both.
 static void backend_get_async(ggml_backend_t, const ggml_tensor *t, void *data, size_t offset, size_t size) {
-    Device &d = device();
-    {
-        std::lock_guard<std::mutex> lock(d.graph_mutex);
-        Buffer *c = buffer_of(root_of(t));
-        const bool can = c && c->graph && !d.parked && d.inner.compute->iface.get_tensor_async;
-        if (can && d.hold(*c->graph)) {
-            const size_t begin = (size_t)((char *)t->data - c->base) + offset;
-            each_inner(*c, begin, size, [&](const ggml_tensor *raw, size_t from, size_t n) {
-                ggml_backend_tensor_get_async(d.inner.compute, raw, (char *)data + from, 0, n);
-            });
-            d.inner.compute_pending = true;
-            return;
-        }
+    const Buffer *c = buffer_of(root_of(t));
+    if (!c || !c->graph) {
+        ggml_backend_tensor_get(t, data, offset, size);
+        return;
     }
-    ggml_backend_tensor_get(t, data, offset, size);
+    with_inner(root_of(t)->buffer, t, offset, size, false, [&](const ggml_tensor *raw, size_t from, size_t n) {
+        Inner &inner = device().inner;
+        ggml_backend_tensor_get_async(inner.compute, raw, (char *)data + from, 0, n);
+        inner.compute_pending = true;
+    });
 }
 
 static ggml_status backend_compute(ggml_backend_t, ggml_cgraph *graph) { return run_graph(device(), graph); }

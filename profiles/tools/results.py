@@ -99,12 +99,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def runs(results: Sequence[Result]) -> dict[int, str]:
     """A name for each result of a file: a to z, then aa, ab and so on. Results with the same meta share one."""
-    letters: dict[str, str] = {}
+    names: dict[str, str] = {}
     for result in results:
-        before, last = divmod(len(letters), 26)
+        before, last = divmod(len(names), 26)
         name = (chr(ord("a") + before - 1) if before else "") + chr(ord("a") + last)
-        letters.setdefault(json.dumps(result["meta"], sort_keys=True), name)
-    return {i: letters[json.dumps(result["meta"], sort_keys=True)] for i, result in enumerate(results)}
+        names.setdefault(json.dumps(result["meta"], sort_keys=True), name)
+    return {i: names[json.dumps(result["meta"], sort_keys=True)] for i, result in enumerate(results)}
 
 
 def origin(path: Path, results: Sequence[Result]) -> list[str]:
