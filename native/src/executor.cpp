@@ -271,8 +271,8 @@ bool Executor::waits_soon(const Segment &done) const {
                                    program->segments.begin() + (ptrdiff_t)end, [](const Segment &s) { return s.cpu; });
 }
 
-// Waits until at most kRunAhead segments are queued, and for this one if it is timed. Of the last segments nothing is
-// recorded: no later one waits for them, and ggml's synchronize waits with less delay than an event.
+// Waits until at most kRunAhead segments are queued, and for this one if it is timed. No event is recorded for the last
+// segments: no later segment waits for one, and ggml's synchronize wakes sooner than a wait for an event.
 void Executor::limit_queue(uint64_t start_ns, bool timed) {
     ggml_backend_event_t &event = queued[n_queued % kRunAhead];
     uint64_t &use = uses[n_queued++ % kRunAhead];

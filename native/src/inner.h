@@ -56,7 +56,7 @@ struct Quirks {
     bool one_queue;
     // The CPU records all kernels of a graph anew each time. Others replay what they have captured.
     bool records_kernels;
-    // Kernels that do not wait for each other run at once, and more of them are one, if it orders the nodes of a graph.
+    // If it orders the nodes of a graph, independent kernels run at once and more of them are fused.
     bool orders_graphs;
     // How much work neighbouring resident steps may have together in one segment: bytes of weights for decode, normally
     // and while the host is paced, and bytes times tokens for prefill.
