@@ -63,10 +63,12 @@ with Runtime.load(config) as runtime:
 
 
 def test_every_sequence_computes_the_same() -> None:
-    """Each has its own part of the KV cache, of which only the cells in use have VRAM."""
+    """Each has its own part of the KV cache, of which only the cells in use have VRAM. The loader uses our layer."""
     command = [sys.executable, "-c", SEQUENCES, os.environ["FRAMESHARD_VULKAN"]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {"VK_LOADER_DEBUG": "layer"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+    assert f'Insert instance layer "{ggml.VULKAN_LAYER}"' in done.stderr
     assert float(done.stdout) < 0.01
 
 

@@ -68,6 +68,14 @@ def _ask_for_layer() -> None:
     _set_variables(wanted)
 
 
+def start_llama_cpp() -> None:
+    """Starts llama.cpp. A ggml that is linked to Vulkan opens its driver now."""
+    _ask_for_layer()
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+
+
 def disable_early_kernels() -> None:
     """Has ggml's CUDA backend start each kernel only when the one before it has ended. Without this a kernel may start
     earlier and wait for the other one itself (programmatic dependent launch). To be called before this process

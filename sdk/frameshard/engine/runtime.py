@@ -38,7 +38,7 @@ from frameshard.engine.placement import OnLoading, Placement
 from frameshard.engine.rates import Rates
 from frameshard.engine.tokenizer import Tokenizer
 from frameshard.errors import BadModel, BudgetBelowFloor, ContextOverflow, FrameshardError, OutOfMemory, Overloaded
-from frameshard.ggml import device_handle, disable_early_kernels
+from frameshard.ggml import device_handle, disable_early_kernels, start_llama_cpp
 from frameshard.native import EMULATED, ShardDevice, parse_device
 from frameshard.plan.adapter import AdapterFile, read_adapter, vram_bytes
 from frameshard.plan.layout import lay_out
@@ -143,7 +143,7 @@ class Runtime:
         logger.info("loading %s (%d MiB) on %s", os.path.basename(config.model), size_mib, self.device_name)
 
         cpu.check()
-        llama_cpp.llama_backend_init()
+        start_llama_cpp()
         devices = self._open_device(device, measure)
         llama = self._llama = Llama(
             self.model_info, devices, lambda share: self._on_loading("read", int(share * size_mib), size_mib)
