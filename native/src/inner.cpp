@@ -88,7 +88,7 @@ bool Inner::renew_compute() {
     ggml_backend_synchronize(compute);
     ggml_backend_free(compute);
     compute = renewed;
-    compute_pending = graph_pending = false;
+    compute_pending = graph_pending = inputs_pending = false;
     pool_bytes_ = 0;
     lacks_workspaces.store(true);
     return true;
@@ -200,9 +200,9 @@ void Inner::upload_zeros(ggml_backend_t stream, ggml_backend_buffer_t buffer, vo
 }
 
 void Inner::synchronize() {
-    if (compute_pending) {
+    if (compute_pending || inputs_pending) {
         ggml_backend_synchronize(compute);
-        compute_pending = graph_pending = false;
+        compute_pending = graph_pending = inputs_pending = false;
     }
 }
 
@@ -232,14 +232,14 @@ void Inner::put_input(ggml_backend_buffer_t buffer, void *to, const void *from, 
         upload(nullptr, buffer, to, from, bytes);
         return;
     }
-    if (compute_pending && inputs_end + bytes > kInputBytes) {
+    if (inputs_pending && inputs_end + bytes > kInputBytes) {
         synchronize();
     }
-    inputs_end = compute_pending ? inputs_end : 0;
+    inputs_end = inputs_pending ? inputs_end : 0;
     char *const at = (char *)ggml_backend_buffer_get_base(pinned_inputs.get()) + inputs_end;
     memcpy(at, from, bytes);
     upload(compute, buffer, to, at, bytes);
-    compute_pending = true;
+    inputs_pending = true;
     inputs_end += align_up(bytes);
 }
 

@@ -144,8 +144,8 @@ class Inner {
     ggml_backend_t compute = nullptr, copy = nullptr; // the streams
     // Copies from the device beside both, of keys and values and of what a router has chosen; null where they share a queue.
     ggml_backend_t mirror = nullptr, aside = nullptr;
-    bool compute_pending = false;              // work was queued on the compute stream since synchronize()
-    bool graph_pending = false;                // a graph was, too
+    bool compute_pending = false; // work other than inputs is queued on the compute stream since synchronize()
+    bool graph_pending = false;   // a graph was, too
     std::atomic<bool> lacks_workspaces{false}; // [any thread] they were freed, and no prompt has taken them again
     GraphKeys keys;
     HostPaths host_paths;
@@ -158,6 +158,7 @@ class Inner {
     ggml_backend_event_t computed = nullptr; // of stream_waits()
     InnerBuffer pinned_staging, pinned_inputs, pinned_zeros;
     bool asked_for_inputs = false;
+    bool inputs_pending = false;        // inputs are queued since synchronize()
     size_t inputs_end = 0;              // of what is in use of pinned_inputs
     std::vector<char> pageable_staging; // where there is no pinned memory
     std::atomic<size_t> staging_bytes{0}, input_bytes{0};

@@ -268,10 +268,13 @@ static void backend_free(ggml_backend_t backend) {
     delete backend;
 }
 
+// llama.cpp also waits before each input that it writes. Inputs alone need no wait: what uses them is queued behind them.
 static void backend_synchronize(ggml_backend_t) {
     Device &d = device();
     std::lock_guard<std::mutex> lock(d.graph_mutex);
-    d.inner.synchronize();
+    if (d.inner.compute_pending) {
+        d.inner.synchronize();
+    }
 }
 
 // Reads results behind the work that is queued, so that ggml waits once for both.
