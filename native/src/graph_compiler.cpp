@@ -102,6 +102,7 @@ class Compiler {
     void add_group_nodes(ExpertGroup &group);
     void add_numbers(ExpertGroup &group, ggml_tensor *key);
     void finish_cpu(Segment &seg);
+    int64_t operations() const;
     void push_shadow(ggml_tensor *t);
 
     const Device &d;
@@ -887,6 +888,18 @@ void Compiler::stage(const Segment &seg, size_t at) {
     }
 }
 
+// Operations of the matrix products of all GPU segments, as ggml-vulkan counts them.
+int64_t Compiler::operations() const {
+    int64_t sum = 0;
+    for (int i = 0; i < p.shadow->n_nodes; i++) {
+        const ggml_tensor *n = p.shadow->nodes[i];
+        if (n->op == GGML_OP_MUL_MAT || n->op == GGML_OP_MUL_MAT_ID) {
+            sum += ggml_nelements(n) * (2 * n->src[1]->ne[0] - 1);
+        }
+    }
+    return sum;
+}
+
 // Capturing a graph delays a step by more than the gaps between a host's frames, so it is off while the host is paced.
 bool Compiler::lower(std::string &why) {
     const bool paced = d.pacing.active();
@@ -912,6 +925,9 @@ bool Compiler::lower(std::string &why) {
             return false;
         }
     }
+    // The last node of each segment, which the device counts and does not compute. With it every segment has at least the
+    // operations of the whole graph, so that the next one is not submitted in many small parts.
+    ggml_tensor *const whole = d.inner.quirks.records_kernels ? twin(keys.uncaptured(false)) : nullptr;
     for (Segment &seg : p.segments) {
         if (seg.cpu) {
             finish_cpu(seg);
@@ -934,11 +950,19 @@ bool Compiler::lower(std::string &why) {
                 add_segment_node(seg, i);
             }
         }
+        if (whole) {
+            p.shadow->nodes[p.shadow->n_nodes++] = whole;
+        }
         seg.shadow1 = p.shadow->n_nodes;
     }
     if (lost) {
         why = "a tensor of the graph was never allocated in its compute buffer";
         return false;
+    }
+    if (whole) {
+        whole->ne[0] = operations(); // a product of so many rows with one column each, of one operation
+        whole->src[1] = keys.uncaptured(false);
+        whole->op = GGML_OP_MUL_MAT;
     }
     count_uses();
     return true;
@@ -977,7 +1001,7 @@ bool Compiler::allocate_shadow(std::string &why) {
         }
     }
     const size_t n_graph = g->n_nodes + extra;
-    const size_t n_tensors = (size_t)g->n_nodes * (1 + GGML_MAX_SRC / 2) + 5 * extra;
+    const size_t n_tensors = (size_t)g->n_nodes * (1 + GGML_MAX_SRC / 2) + 5 * extra + 1;
     ggml_init_params params = {};
     params.mem_size = n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_graph * 5, false);
     if (p.memory.tensor_bytes < params.mem_size) {

@@ -54,7 +54,8 @@ struct Quirks {
     bool keeps_until_waited;
     // Work of all streams runs in the order in which it is queued. Synchronous copies do not wait for it (CopyThread).
     bool one_queue;
-    // The CPU records all kernels of a graph anew each time. Others replay what they have captured.
+    // The CPU records all kernels of a graph anew each time, and submits them in parts of 1/40 to 1/5 of the operations of
+    // the graph before. Others replay what they have captured.
     bool records_kernels;
     // If it orders the nodes of a graph, independent kernels run at once and more of them are fused.
     bool orders_graphs;
