@@ -19,5 +19,6 @@ cmake -S "$here/.." -B "$work/client" -G Ninja -DCMAKE_TOOLCHAIN_FILE="$here/min
   -DFRAMESHARD_EXAMPLES=ON -DMSGPACK_INCLUDE="$prefix/headers" -DNLOHMANN_JSON_INCLUDE="$prefix/headers" > "$work/client.log"
 ninja -C "$work/client" -j2
 cd "$work/client"
-wine ./codec_vectors.exe "$(winepath -w "$here/../../vectors")"
-wine ./host.exe
+run=$here/../../../native/windows/wine.sh
+"$run" ./codec_vectors.exe "$(winepath -w "$here/../../vectors")"
+"$run" ./host.exe
