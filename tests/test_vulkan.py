@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,45 @@ def test_every_sequence_computes_the_same() -> None:
     assert done.returncode == 0, done.stderr
     assert f'Insert instance layer "{ggml.VULKAN_LAYER}"' in done.stderr
     assert float(done.stdout) < 0.01
+
+
+KEPT = """
+import random
+import sys
+from pathlib import Path
+from frameshard.engine.llama import Rows
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+
+def held_bytes():
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+config = EngineConfig(sys.argv[1], device=sys.argv[2], n_ctx=512, n_ubatch=64, n_parallel=1, vram_budget_bytes=16 << 20)
+draw = random.Random(1)
+with Runtime.load(config) as runtime:
+    runtime.decode_tokens(0, [draw.randrange(8, 1000) for _ in range(40)])
+    for i in range(1000):
+        runtime.logits(runtime.decode([Rows(0, [draw.randrange(8, 1000)])])[0])
+        if i == 400:
+            before, streamed = held_bytes(), runtime.device.stats().experts_streamed
+        if i % 300 == 299:
+            runtime.trim(0, 40)
+    print(held_bytes() - before, runtime.device.stats().experts_streamed - streamed)
+"""
+
+
+def test_copies_of_experts_keep_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ggml-vulkan keeps some 7 KiB for each wait of one stream for another until the CPU waits for both."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "profiles" / "tools")
+    synth = __import__("synth_gguf")
+    shape = synth.Shape("qwen3moe", 8, 256, 4, 2, 64, 512, 1024, "Q4_0", 64, 4, 256, even=True)
+    synth.write(shape, str(tmp_path / "experts.gguf"))
+    command = [sys.executable, "-c", KEPT, str(tmp_path / "experts.gguf"), os.environ["FRAMESHARD_VULKAN"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    more_bytes, streamed = (int(word) for word in done.stdout.split())
+    assert streamed > 300
+    assert more_bytes < 3500 * streamed
 
 
 @pytest.mark.timeout(3600)

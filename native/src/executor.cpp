@@ -82,7 +82,7 @@ Executor::~Executor() {
         if (e && d.inner.quirks.keeps_until_waited) {
             ggml_backend_event_synchronize(e);
         }
-        ggml_backend_event_free(e);
+        d.inner.events.give_back(e);
     }
     d.inner.large_copies.store(false);
 }
@@ -283,7 +283,7 @@ void Executor::limit_queue(uint64_t start_ns, bool timed) {
     if (!timed && next + kRunAhead > program->segments.size()) {
         return;
     }
-    event = event ? event : ggml_backend_event_new(d.inner.dev);
+    event = event ? event : d.inner.events.take(d.inner.dev);
     ggml_backend_event_record(event, d.inner.compute);
     use = d.ring.next_use();
     if (timed) {
@@ -554,6 +554,7 @@ static ggml_status begin_graph(Device &d, const ggml_cgraph *graph) {
 // Runs a graph that has its memory. The caller holds the graph mutex.
 static ggml_status run_begun(Device &d, const ggml_cgraph *graph) {
     d.arena.finish_fills();
+    d.inner.rest();
     d.balance_host();
     d.counters.update([&](fsd_stats &c) { c.graphs++; });
     d.inner.graph_pending = true;

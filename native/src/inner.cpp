@@ -45,6 +45,28 @@ ggml_tensor *GraphKeys::key(bool one_token, size_t index) {
     return keys[index].get();
 }
 
+ggml_backend_event_t EventPool::take(ggml_backend_dev_t dev) {
+    if (spare_.empty()) {
+        return ggml_backend_event_new(dev);
+    }
+    ggml_backend_event_t event = spare_.back();
+    spare_.pop_back();
+    return event;
+}
+
+void EventPool::give_back(ggml_backend_event_t event) {
+    if (event) {
+        spare_.push_back(event);
+    }
+}
+
+void EventPool::clear() {
+    for (ggml_backend_event_t event : spare_) {
+        ggml_backend_event_free(event);
+    }
+    spare_.clear();
+}
+
 bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
     dev = device;
     quirks = quirks_of(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)));
@@ -145,6 +167,7 @@ void Inner::close_streams() {
         ggml_backend_synchronize(mirror);
     }
     host_paths.close();
+    events.clear();
     ggml_backend_free(aside);
     ggml_backend_free(mirror);
     ggml_backend_free(copy);
@@ -210,6 +233,16 @@ void Inner::wait_for_copies() {
     copied = copied ? copied : ggml_backend_event_new(dev);
     ggml_backend_event_record(copied, copy);
     ggml_backend_event_wait(compute, copied);
+    n_waits_++;
+}
+
+void Inner::rest() {
+    constexpr int kRest = 64;
+    if (quirks.keeps_until_waited && n_waits_ >= kRest) {
+        ggml_backend_synchronize(copy);
+        ggml_backend_event_synchronize(copied);
+        n_waits_ = 0;
+    }
 }
 
 void Inner::stream_waits(ggml_backend_t stream) {

@@ -40,6 +40,17 @@ class GraphKeys {
     std::vector<std::unique_ptr<ggml_tensor>> keys_[2];
 };
 
+// Events that are used again: NVIDIA's Vulkan driver takes some 0.4 ms to make one, and as long to free it (H200).
+class EventPool {
+  public:
+    ggml_backend_event_t take(ggml_backend_dev_t dev);
+    void give_back(ggml_backend_event_t event); // null: does nothing
+    void clear();                               // all work that they were recorded in has ended
+
+  private:
+    std::vector<ggml_backend_event_t> spare_;
+};
+
 enum class HostReads { never, pinned, always };
 
 // How inner devices differ.
@@ -124,6 +135,8 @@ class Inner {
     void synchronize();
     // The compute stream waits for all copies queued so far; the CPU does not.
     void wait_for_copies();
+    // The CPU waits for copies that are queued, from time to time, where the device keeps what they have used until then.
+    void rest();
     // Another stream waits for all computing queued so far; the CPU does not.
     void stream_waits(ggml_backend_t stream);
     // Writes an input of the next graph. Small ones go through pinned memory and are queued: nothing waits for each of them.
@@ -149,6 +162,7 @@ class Inner {
     bool graph_pending = false;   // a graph was, too
     std::atomic<bool> lacks_workspaces{false}; // [any thread] they were freed, and no prompt has taken them again
     GraphKeys keys;
+    EventPool events;
     HostPaths host_paths;
     std::unique_ptr<Trace> trace; // while a time line is recorded
 
@@ -156,6 +170,7 @@ class Inner {
     const Pacing &pacing;
     size_t pool_bytes_ = 0;                  // the least size of the pools
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
+    int n_waits_ = 0;                        // of the compute stream for it since rest()
     ggml_backend_event_t computed = nullptr; // of stream_waits()
     InnerBuffer pinned_staging, pinned_inputs, pinned_zeros;
     bool asked_for_inputs = false;

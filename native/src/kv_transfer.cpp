@@ -13,7 +13,10 @@ KvTransfer::~KvTransfer() {
         d.inner.synchronize();
     }
     for (ggml_backend_event_t e : {full[0], full[1], free[0], free[1]}) {
-        ggml_backend_event_free(e);
+        if (e && events_in_use) {
+            ggml_backend_event_synchronize(e); // it keeps what it was recorded in until then
+        }
+        d.inner.events.give_back(e);
     }
 }
 
@@ -28,7 +31,7 @@ void KvTransfer::begin(const Program &program) {
 }
 
 void KvTransfer::record(ggml_backend_event_t &event, ggml_backend_t stream) {
-    event = event ? event : ggml_backend_event_new(d.inner.dev);
+    event = event ? event : d.inner.events.take(d.inner.dev);
     ggml_backend_event_record(event, stream);
 }
 
