@@ -36,7 +36,7 @@ bool Arena::evict() {
     inner_.synchronize(); // queued work may still read the slab
     Slab &s = slabs.back();
     ggml_backend_event_synchronize(s.filled); // its copies may still be under way
-    ggml_backend_event_free(s.filled);
+    inner_.events.give_back(s.filled);
     ledger_.release(Use::arena, s.buffer);
     slabs.pop_back();
     generation_++;
@@ -94,7 +94,7 @@ bool Arena::fill_next() {
         ledger_.release(Use::arena, slab.buffer);
         return false;
     }
-    slab.filled = ggml_backend_event_new(inner_.dev);
+    slab.filled = inner_.events.take(inner_.dev);
     ggml_backend_event_record(slab.filled, inner_.copy);
     slabs.push_back(std::move(slab));
     n_filled++;
@@ -116,8 +116,7 @@ size_t Arena::fill(size_t n_slabs, size_t max_bytes) {
 void Arena::finish_fills() {
     for (Slab &s : slabs) {
         if (!s.ready) {
-            ggml_backend_event_wait(inner_.compute, s.filled);
-            inner_.compute_pending = true; // the event may only be freed when the stream has waited for it
+            inner_.compute_waits(s.filled); // the event may only be used again when the stream has waited for it
             s.ready = true;
             generation_++;
         }

@@ -232,15 +232,22 @@ void Inner::synchronize() {
 void Inner::wait_for_copies() {
     copied = copied ? copied : ggml_backend_event_new(dev);
     ggml_backend_event_record(copied, copy);
-    ggml_backend_event_wait(compute, copied);
+    compute_waits(copied);
+}
+
+void Inner::compute_waits(ggml_backend_event_t event) {
+    ggml_backend_event_wait(compute, event);
+    compute_pending = true;
     n_waits_++;
 }
 
 void Inner::rest() {
-    constexpr int kRest = 64;
+    constexpr int kRest = 128; // waits take 7 KiB each on Vulkan
     if (quirks.keeps_until_waited && n_waits_ >= kRest) {
         ggml_backend_synchronize(copy);
-        ggml_backend_event_synchronize(copied);
+        if (copied) {
+            ggml_backend_event_synchronize(copied);
+        }
         n_waits_ = 0;
     }
 }

@@ -135,6 +135,8 @@ class Inner {
     void synchronize();
     // The compute stream waits for all copies queued so far; the CPU does not.
     void wait_for_copies();
+    // The compute stream waits for an event of the copy stream; the CPU does not.
+    void compute_waits(ggml_backend_event_t event);
     // The CPU waits for copies that are queued, from time to time, where the device keeps what they have used until then.
     void rest();
     // Another stream waits for all computing queued so far; the CPU does not.
@@ -170,7 +172,7 @@ class Inner {
     const Pacing &pacing;
     size_t pool_bytes_ = 0;                  // the least size of the pools
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
-    int n_waits_ = 0;                        // of the compute stream for it since rest()
+    int n_waits_ = 0;                        // of the compute stream for the copy stream, since rest()
     ggml_backend_event_t computed = nullptr; // of stream_waits()
     InnerBuffer pinned_staging, pinned_inputs, pinned_zeros;
     bool asked_for_inputs = false;
