@@ -137,7 +137,7 @@ class Inner {
     void wait_for_copies();
     // The compute stream waits for an event of the copy stream; the CPU does not.
     void compute_waits(ggml_backend_event_t event);
-    // The CPU waits for copies that are queued, from time to time, where the device keeps what they have used until then.
+    // Waits for the copy stream from time to time, if the device keeps what finished copies have used until then.
     void rest();
     // Another stream waits for all computing queued so far; the CPU does not.
     void stream_waits(ggml_backend_t stream);

@@ -355,7 +355,7 @@ struct Copying {
 };
 
 // Seconds that one more small kernel takes, from graphs of few and of many. Each runs beside another one and waits for the
-// two before them: so it is in a model's graph, if the device orders that.
+// two before them, as in a model's graph that the device has ordered.
 static double seconds_per_kernel(Device &d, double budget_s) {
     constexpr int64_t kValues = 2048;
     constexpr int kFew = 1, kMany = 32;
