@@ -38,6 +38,8 @@ static std::vector<Ledger::Reclaimer> reclaimers(Device &d) {
         return true;
     };
     return {
+        // What the next prompt takes again.
+        {Ledger::kIdle, [&d] { return d.drop_idle_graphs(); }},
         // The last slab of the arena: weights from the end of the ladder, which are streamed from then on.
         {Ledger::kWeights, [&d] { return d.arena.evict(); }},
         // Down to what the KV cache leaves it, then to one step.
@@ -235,16 +237,21 @@ bool Device::materialise(Buffer *b) {
     return true;
 }
 
+bool Device::all_in_vram() const { return arena.full() && kv.spilled_bytes() == 0; }
+
 bool Device::hold(GraphMemory &memory) {
     size_t bytes = 0;
-    const bool held_before = memory.fits(inner, bytes);
-    memory.drop_idle(inner, ledger);
+    const bool spare = all_in_vram(), held_before = memory.fits(inner, spare, bytes);
+    if (!spare) {
+        memory.drop_idle(inner, ledger);
+    }
     if (held_before) {
         return true;
     }
     const bool runs = !abort.load();
     memory.drop(inner, ledger);
-    const uint64_t graphs = ledger.used(Use::graph) - memory.bytes() + bytes, room = room_for_graphs(ledger.budget());
+    const uint64_t others = graph_bytes_in_use() - (memory.bytes() - memory.idle_bytes()), graphs = others + bytes;
+    const uint64_t room = room_for_graphs(ledger.budget());
     const uint64_t pool = pool_bytes(graphs), had = ledger.used(Use::pool);
     if (!runs || ledger.used() - had + bytes + std::max(had, pool) > ledger.budget()) {
         memory.release(inner, ledger); // before weights are evicted
@@ -271,7 +278,7 @@ bool Device::hold(GraphMemory &memory) {
         inner.grow_pool(memory.storage(), (size_t)(inner.quirks.pool_share * (double)bytes));
     }
     if (ring.capacity() == 0 && !arena.full()) {
-        ledger.make_room(std::min(ring.wanted, ring_for_prompts), Ledger::kWeights);
+        ledger.make_room(std::min(ring.wanted, ring_for_prompts), Ledger::kIdle | Ledger::kWeights);
     }
     count_graph_memory();
     update_placements(); // slabs may have been evicted
@@ -388,8 +395,24 @@ bool Device::graph_in_use() const {
     return std::any_of(buffers.begin(), buffers.end(), [](const Buffer *b) { return b->graph && b->graph->in_use(); });
 }
 
+uint64_t Device::graph_bytes_in_use() const {
+    uint64_t bytes = ledger.used(Use::graph);
+    for (const Buffer *b : buffers) {
+        bytes -= b->graph ? b->graph->idle_bytes() : 0;
+    }
+    return bytes;
+}
+
+bool Device::drop_idle_graphs() {
+    bool any = false;
+    for (Buffer *b : buffers) {
+        any = (b->graph && b->graph->drop_idle(inner, ledger)) || any;
+    }
+    return any;
+}
+
 bool Device::graphs_fit(uint64_t budget) const {
-    const uint64_t graphs = ledger.used(Use::graph);
+    const uint64_t graphs = graph_bytes_in_use();
     const bool uses_pool = pool_bytes(graphs) > 0; // otherwise it can be freed
     return graphs + (uses_pool ? ledger.used(Use::pool) : 0) <= room_for_graphs(budget);
 }
@@ -525,6 +548,9 @@ void Device::apply_budget(uint64_t bytes) {
     if (!committed) {
         return;
     }
+    if (ledger.used() > bytes) {
+        drop_idle_graphs(); // before weights are evicted
+    }
     if (!graphs_fit(bytes)) {
         drop_graphs();
     } else if (ledger.used(Use::graph) + ledger.used(Use::pool) > room_for_graphs(bytes)) {
@@ -563,7 +589,7 @@ bool Device::ensure_ring() {
 
 bool Device::take_evicting(const std::function<bool()> &take) {
     while (!take()) {
-        if (!arena.evict()) {
+        if (!drop_idle_graphs() && !arena.evict()) {
             return false;
         }
     }
@@ -575,14 +601,13 @@ size_t Device::fill(size_t max_bytes) {
         return 0;
     }
     for (const Buffer *b : buffers) {
-        if (b->graph) {
+        if (b->graph && !all_in_vram()) {
             b->graph->trim(inner, ledger);
         }
     }
     arena.start_round();
     kv.settle(true);
-    const bool all_in_vram = arena.full() && kv.spilled_bytes() == 0;
-    if (ledger.used(Use::pool) >= kPoolKept && !all_in_vram) {
+    if (ledger.used(Use::pool) >= kPoolKept && !all_in_vram()) {
         drop_pool();
     }
     count_graph_memory();

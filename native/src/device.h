@@ -98,6 +98,8 @@ struct Device {
     void end_graph();
     // Frees the memory of graphs, none of which is in use.
     void drop_graphs();
+    // Frees what is kept for large graphs beside small ones that are in use. Returns whether there was any.
+    bool drop_idle_graphs();
 
     // Brings a requested host budget into force. The second one does nothing and returns false while a graph runs, whose
     // executor applies the budget.
@@ -108,6 +110,7 @@ struct Device {
 
     bool has_room_for(size_t bytes) const; // whether the floor with one more buffer is within the budget
     bool materialise(Buffer *b);           // gives a lasting buffer its VRAM; false: there is none within the budget
+    bool all_in_vram() const;              // all weights, keys and values
     bool hold(GraphMemory &memory);        // gives a graph its memory; false: there is none, or the graph is too large
     bool ensure_ring();                    // false: there is no VRAM for the smallest ring
     // Calls `take` until it succeeds, and evicts a slab after each failure: the device may have less than the budget allows,
@@ -137,6 +140,7 @@ struct Device {
     uint64_t graph_bytes() const;               // of compute buffers, for the largest graphs
     uint64_t most_graph_bytes() const;          // the same, or what they have been if that is more
     uint64_t floor_graph_bytes() const;         // what the floor has room for
+    uint64_t graph_bytes_in_use() const;        // in VRAM, without what drop_idle_graphs() would free
     uint64_t pool_bytes(uint64_t graphs) const; // that graphs of so many bytes may need
     // What graphs and pools may hold at a budget, so that all else that the model cannot do without has its place.
     uint64_t room_for_graphs(uint64_t budget) const;

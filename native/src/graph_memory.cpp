@@ -82,7 +82,7 @@ bool GraphMemory::take(Inner &inner, Ledger &ledger, size_t bytes) {
     return true;
 }
 
-bool GraphMemory::fits(const Inner &inner, size_t &needed) {
+bool GraphMemory::fits(const Inner &inner, bool spare, size_t &needed) {
     bool other = false;
     {
         std::lock_guard<std::mutex> lock(adding_mutex_);
@@ -98,17 +98,21 @@ bool GraphMemory::fits(const Inner &inner, size_t &needed) {
     needed = round_up(packed_, inner.quirks.vram_unit_bytes);
     least_ = least_ == 0 ? needed : std::min(least_, needed);
     Storage *before = std::exchange(now_, far_larger(needed, least_) ? &large_ : &small_);
-    const bool fits = now_->bytes() >= needed && !far_larger(now_->bytes(), needed);
+    const bool fits = now_->bytes() >= needed && (spare || !far_larger(now_->bytes(), needed));
     if (fits && (other || now_ != before)) {
         find_version();
     }
     return fits;
 }
 
-void GraphMemory::drop_idle(Inner &inner, Ledger &ledger) {
-    if (now_ == &small_) {
-        release(inner, ledger, large_);
+size_t GraphMemory::idle_bytes() const { return now_ == &small_ ? large_.bytes() : 0; }
+
+bool GraphMemory::drop_idle(Inner &inner, Ledger &ledger) {
+    if (idle_bytes() == 0) {
+        return false;
     }
+    release(inner, ledger, large_);
+    return true;
 }
 
 void GraphMemory::trim(Inner &inner, Ledger &ledger) {

@@ -29,10 +29,11 @@ class Ledger {
     // Kinds of reclaimers, for callers that may not use all of them.
     static constexpr unsigned kWeights = 1, kRing = 2, kKv = 4;
     static constexpr unsigned kRingSurplus = 8; // what the ring has beyond its smallest size
+    static constexpr unsigned kIdle = 16;       // what is kept for large graphs
     // For an allocation while graphs run: the smallest ring stays.
-    static constexpr unsigned kForGraphs = kWeights | kRingSurplus | kKv;
-    static constexpr unsigned kForKv = kWeights | kRingSurplus;
-    static constexpr unsigned kForImages = kWeights | kRingSurplus | kRing | kKv;
+    static constexpr unsigned kForGraphs = kIdle | kWeights | kRingSurplus | kKv;
+    static constexpr unsigned kForKv = kIdle | kWeights | kRingSurplus;
+    static constexpr unsigned kForImages = kIdle | kWeights | kRingSurplus | kRing | kKv;
 
     // `reclaimers`: the first in the list gives first.
     Ledger(const Inner &inner, std::vector<Reclaimer> reclaimers) : inner_(inner), reclaimers_(std::move(reclaimers)) {}
