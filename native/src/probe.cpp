@@ -53,6 +53,9 @@ struct Choice {
 // Products of weight matrices of rows x cols with n columns each, queued together: as many matrices as make up `total` bytes,
 // at least one. For experts these are the rows of one of them, and the columns of each that is chosen.
 struct Products {
+    // A device with ordered graphs computes two products at once and then waits for both, as results in the same place need
+    // it. In a model the queries, keys and values are computed together, and so are the gate and the up projection.
+    static constexpr int kPlaces = 2;
     Device *ledger = nullptr;
     ggml_context *ctx = nullptr;
     ggml_cgraph *graph = nullptr;
@@ -85,22 +88,20 @@ struct Products {
                                                     : ggml_mul_mat(ctx, weights.back(), x));
         }
         ggml_backend_buffer_type_t buft = ledger ? ledger->inner.buffer_type() : ggml_backend_cpu_buffer_type();
-        ggml_tensor *result = ggml_graph_node(graph, 0);
-        if (chosen && !ggml_backend_supports_op(ledger->inner.compute, result)) {
+        if (chosen && !ggml_backend_supports_op(ledger->inner.compute, graph->nodes[0])) {
             return;
         }
-        // nobody reads the others, so they lie in the same place
         size_t size = kAlign;
-        each_placed(result, [&](ggml_tensor *t) { size += align_up(ggml_backend_buft_get_alloc_size(buft, t)); });
+        each_placed([&](ggml_tensor *t) { size += align_up(ggml_backend_buft_get_alloc_size(buft, t)); });
         memory = ledger ? ledger->ledger.allocate(Use::scratch, size)
                         : InnerBuffer(ggml_backend_buft_alloc_buffer(buft, size));
         if (!memory || stopped()) {
             return;
         }
         ggml_tallocr place = ggml_tallocr_new(memory.get());
-        each_placed(result, [&](ggml_tensor *t) { ggml_tallocr_alloc(&place, t); });
-        for (int i = 1; i < graph->n_nodes; i++) {
-            ggml_backend_tensor_alloc(memory.get(), graph->nodes[i], result->data);
+        each_placed([&](ggml_tensor *t) { ggml_tallocr_alloc(&place, t); });
+        for (int i = kPlaces; i < graph->n_nodes; i++) {
+            ggml_backend_tensor_alloc(memory.get(), graph->nodes[i], graph->nodes[i % kPlaces]->data);
         }
         if (!ledger) {
             for (int i = 0; i < graph->n_nodes; i++) {
@@ -150,12 +151,14 @@ struct Products {
     }
     Products(const Products &) = delete;
     bool ok() const { return memory != nullptr; }
-    void each_placed(const ggml_tensor *result, const std::function<void(ggml_tensor *)> &use) {
+    // Of all results, which nobody reads, only the first kPlaces have places of their own.
+    void each_placed(const std::function<void(ggml_tensor *)> &use) {
         for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
-            if (t->op == GGML_OP_NONE || t == result) {
+            if (t->op == GGML_OP_NONE) {
                 use(t);
             }
         }
+        std::for_each_n(graph->nodes, std::min(kPlaces, graph->n_nodes), use);
     }
     void set(ggml_tensor *t, const void *data) {
         if (ledger) {
@@ -399,7 +402,7 @@ static Products products_of(Device *ledger, ggml_type type, int64_t rows, int64_
                             size_t most, double most_flops) {
     const size_t row = ggml_row_size(type, cols);
     const double most_rows = most_flops / 2 / (double)cols / n;
-    const double fit = std::min((double)most / 2 / (double)(row + 4 * n), most_rows);
+    const double fit = std::min((double)most / 2 / (double)(row + 4 * Products::kPlaces * n), most_rows);
     const int64_t n_rows = std::min<int64_t>(rows, std::max<int64_t>(32, (int64_t)fit / 32 * 32));
     return Products(ledger, type, n_rows, cols, n, std::min({total, most / 2, (size_t)(most_rows * (double)row)}));
 }
@@ -411,7 +414,8 @@ static Products products_of_experts(Device &d, ggml_type type, int64_t rows, int
     const double most = (double)room_of(d) / 2, most_rows = most_flops / 2 / (double)cols / n;
     const auto fit = (int64_t)(most_rows / (double)choice.used);
     const int64_t n_rows = std::min(rows, std::max<int64_t>(32, fit / 32 * 32));
-    const double expert = (double)n_rows * (double)ggml_row_size(type, cols), results = 4.0 * (double)n_rows * n;
+    const double expert = (double)n_rows * (double)ggml_row_size(type, cols),
+                 results = 4.0 * Products::kPlaces * (double)n_rows * n;
     double n_expert = std::min((double)choice.experts, (most - results * (double)choice.used) / expert);
     if (choice.alike) {
         n_expert = std::min({(double)choice.experts, most / (expert + results), most_rows / (double)n_rows});

@@ -44,7 +44,7 @@ from frameshard.plan.profile import (
 
 logger = logging.getLogger("frameshard.plan")
 
-_PROBES = 5  # the version of what is measured and how: profiles of another version are measured again
+_PROBES = 6  # the version of what is measured and how: profiles of another version are measured again
 _COPY_BYTES = 16 << 20  # size of one copy; the shard device's default
 # This matrix is so large, and its type so simple to compute, that a product with one column runs at the full rate of
 # the device's memory.
