@@ -33,6 +33,9 @@ DEADLINE_MS = 30_000.0
 """The deadline of every change of the budget. It is long, because speed is not tested here, and the machine may be
 busy."""
 
+PARKED_KV_MB = 64
+"""Room for the KV cache in host memory while the sidecar is parked. A trace that hibernates it needs none."""
+
 TOLERANCE = {"rss_mb": 4.0, "shared_mb": 0.05, "fds": 0.0, "threads": 0.0, "vram_mb": 0.5}
 MIN_ROUNDS = 8
 
@@ -56,6 +59,8 @@ def adapted(trace: traces.Trace, hibernate: bool) -> traces.Trace:
             event = replace(event, deadline_ms=DEADLINE_MS)
         if isinstance(event, traces.Lease) and event.state == "hibernated" and not hibernate:
             event = replace(event, state="parked")
+        if isinstance(event, traces.Host) and event.above_floor_mb is not None and not hibernate:
+            event = replace(event, above_floor_mb=event.above_floor_mb + PARKED_KV_MB)
         events.append(event)
     return replace(trace, events=tuple(events))
 
