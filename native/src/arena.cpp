@@ -36,7 +36,7 @@ bool Arena::evict() {
     inner_.synchronize(); // queued work may still read the slab
     Slab &s = slabs.back();
     ggml_backend_event_synchronize(s.filled); // its copies may still be under way
-    inner_.events.give_back(s.filled);
+    inner_.give_back(s.filled);
     ledger_.release(Use::arena, s.buffer);
     slabs.pop_back();
     generation_++;
@@ -94,7 +94,7 @@ bool Arena::fill_next() {
         ledger_.release(Use::arena, slab.buffer);
         return false;
     }
-    slab.filled = inner_.events.take(inner_.dev);
+    slab.filled = inner_.take_event();
     ggml_backend_event_record(slab.filled, inner_.copy);
     slabs.push_back(std::move(slab));
     n_filled++;

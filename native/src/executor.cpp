@@ -79,10 +79,7 @@ class Executor {
 
 Executor::~Executor() {
     for (ggml_backend_event_t e : queued) {
-        if (e && d.inner.quirks.keeps_until_waited) {
-            ggml_backend_event_synchronize(e);
-        }
-        d.inner.events.give_back(e);
+        d.inner.give_back(e);
     }
     d.inner.large_copies.store(false);
 }
@@ -283,7 +280,7 @@ void Executor::limit_queue(uint64_t start_ns, bool timed) {
     if (!timed && next + kRunAhead > program->segments.size()) {
         return;
     }
-    event = event ? event : d.inner.events.take(d.inner.dev);
+    event = event ? event : d.inner.take_event();
     ggml_backend_event_record(event, d.inner.compute);
     use = d.ring.next_use();
     if (timed) {

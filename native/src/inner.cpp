@@ -45,28 +45,6 @@ ggml_tensor *GraphKeys::key(bool one_token, size_t index) {
     return keys[index].get();
 }
 
-ggml_backend_event_t EventPool::take(ggml_backend_dev_t dev) {
-    if (spare_.empty()) {
-        return ggml_backend_event_new(dev);
-    }
-    ggml_backend_event_t event = spare_.back();
-    spare_.pop_back();
-    return event;
-}
-
-void EventPool::give_back(ggml_backend_event_t event) {
-    if (event) {
-        spare_.push_back(event);
-    }
-}
-
-void EventPool::clear() {
-    for (ggml_backend_event_t event : spare_) {
-        ggml_backend_event_free(event);
-    }
-    spare_.clear();
-}
-
 bool Inner::open(ggml_backend_dev_t device, size_t copy_bytes) {
     dev = device;
     quirks = quirks_of(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)));
@@ -167,7 +145,10 @@ void Inner::close_streams() {
         ggml_backend_synchronize(mirror);
     }
     host_paths.close();
-    events.clear();
+    for (ggml_backend_event_t event : spare_events_) {
+        ggml_backend_event_free(event);
+    }
+    spare_events_.clear();
     ggml_backend_free(aside);
     ggml_backend_free(mirror);
     ggml_backend_free(copy);
@@ -250,6 +231,25 @@ void Inner::rest() {
         }
         n_waits_ = 0;
     }
+}
+
+ggml_backend_event_t Inner::take_event() {
+    if (spare_events_.empty()) {
+        return ggml_backend_event_new(dev);
+    }
+    ggml_backend_event_t event = spare_events_.back();
+    spare_events_.pop_back();
+    return event;
+}
+
+void Inner::give_back(ggml_backend_event_t event) {
+    if (!event) {
+        return;
+    }
+    if (quirks.keeps_until_waited) {
+        ggml_backend_event_synchronize(event);
+    }
+    spare_events_.push_back(event);
 }
 
 void Inner::stream_waits(ggml_backend_t stream) {

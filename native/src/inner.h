@@ -40,17 +40,6 @@ class GraphKeys {
     std::vector<std::unique_ptr<ggml_tensor>> keys_[2];
 };
 
-// Events that are used again: NVIDIA's Vulkan driver takes some 0.4 ms to make one, and as long to free it (H200).
-class EventPool {
-  public:
-    ggml_backend_event_t take(ggml_backend_dev_t dev);
-    void give_back(ggml_backend_event_t event); // null: does nothing
-    void clear();                               // all work that they were recorded in has ended
-
-  private:
-    std::vector<ggml_backend_event_t> spare_;
-};
-
 enum class HostReads { never, pinned, always };
 
 // How inner devices differ.
@@ -141,6 +130,11 @@ class Inner {
     void rest();
     // Another stream waits for all computing queued so far; the CPU does not.
     void stream_waits(ggml_backend_t stream);
+    // An event that give_back() got, or a new one: NVIDIA's Vulkan driver takes some 0.4 ms to make one, and as long to free
+    // it (H200).
+    ggml_backend_event_t take_event();
+    // Waits for the event first, if the device keeps what it was recorded in until then. Null: does nothing.
+    void give_back(ggml_backend_event_t event);
     // Writes an input of the next graph. Small ones go through pinned memory and are queued: nothing waits for each of them.
     void put_input(ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes);
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
@@ -164,12 +158,12 @@ class Inner {
     bool graph_pending = false;   // a graph was, too
     std::atomic<bool> lacks_workspaces{false}; // [any thread] they were freed, and no prompt has taken them again
     GraphKeys keys;
-    EventPool events;
     HostPaths host_paths;
     std::unique_ptr<Trace> trace; // while a time line is recorded
 
   private:
     const Pacing &pacing;
+    std::vector<ggml_backend_event_t> spare_events_;
     size_t pool_bytes_ = 0;                  // the least size of the pools
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
     int n_waits_ = 0;                        // of the compute stream for the copy stream, since rest()

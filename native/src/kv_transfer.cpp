@@ -6,17 +6,14 @@ namespace fsd {
 
 KvTransfer::~KvTransfer() {
     const bool events_in_use = full[0] && d.inner.quirks.keeps_until_waited;
-    if (filled > used || events_in_use) { // the graph was stopped with copies under way, or the events are about to go
+    if (filled > used || events_in_use) { // the graph was stopped while copies run, or they may wait for the events
         ggml_backend_synchronize(d.inner.copy);
     }
     if (events_in_use) {
         d.inner.synchronize();
     }
     for (ggml_backend_event_t e : {full[0], full[1], free[0], free[1]}) {
-        if (e && events_in_use) {
-            ggml_backend_event_synchronize(e); // it keeps what it was recorded in until then
-        }
-        d.inner.events.give_back(e);
+        d.inner.give_back(e);
     }
 }
 
@@ -31,7 +28,7 @@ void KvTransfer::begin(const Program &program) {
 }
 
 void KvTransfer::record(ggml_backend_event_t &event, ggml_backend_t stream) {
-    event = event ? event : d.inner.events.take(d.inner.dev);
+    event = event ? event : d.inner.take_event();
     ggml_backend_event_record(event, stream);
 }
 
