@@ -30,7 +30,7 @@ def main(model: str, mmproj: str, device: str, out: str) -> None:
     )
     found: dict[str, npt.NDArray[np.float32]] = {}
     figures = []
-    with Runtime.load(config) as runtime:
+    with Runtime.load(config, measure=False) as runtime:
         eyes = vision.Vision(runtime, mmproj)
         eyes.embeddings.set_limit(0)  # the second encode must not come from there
 

@@ -221,7 +221,7 @@ from frameshard.wire.engine import EngineConfig
 from frameshard.errors import FrameshardError
 
 config = EngineConfig(sys.argv[1], device="emulated", n_ctx=256, n_parallel=1, n_ubatch=16, n_threads=1)
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     for path in sys.argv[2:]:
         try:
             runtime.load_adapter("a", read_adapter(path, runtime.model_info))
@@ -244,7 +244,7 @@ from frameshard.wire.engine import EngineConfig
 
 model, first, second = sys.argv[1:]
 config = EngineConfig(model, device="emulated", n_ctx=256, n_parallel=1, n_ubatch=16, n_threads=1, adapters=(first,))
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     another, decode = read_adapter(second, runtime.model_info), runtime.llama.decode
 
     def load(call):
@@ -298,7 +298,7 @@ from frameshard.plan.adapter import read_adapter
 from frameshard.wire.engine import EngineConfig
 
 config = EngineConfig(sys.argv[1], device="emulated", n_ctx=256, n_parallel=1, n_ubatch=16, n_threads=1)
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     decode = runtime.llama.decode
 
     def ended():

@@ -24,7 +24,7 @@ path, mode = sys.argv[1:]
 config = em.EngineConfig(
     path, device="emulated", n_ctx=1024, n_ubatch=64, n_parallel=2, n_threads=1, mode=mode
 )
-runtime = Runtime.load(config, fill=False)
+runtime = Runtime.load(config, fill=False, measure=False)
 runtime.device.set_budget(runtime.device.stats().floor_bytes, timeout_s=60)
 words = runtime.tokenizer.tokenize("The keeper counts ships, gulls and the hours until the lamp is lit again. " * 8)
 tokens = words[:300]

@@ -286,7 +286,7 @@ from frameshard.wire.engine import EngineConfig
 MIB = 1 << 20
 model, path = sys.argv[1:]
 config = EngineConfig(model, device="emulated", n_ctx=512, n_parallel=1, vram_budget_bytes=256 * MIB)
-with Runtime.load(config) as runtime, FrameBlock(path) as frames:
+with Runtime.load(config, measure=False) as runtime, FrameBlock(path) as frames:
     device = runtime.device
     device.open_frame_block(path)
     budget_bytes = device.stats().floor_bytes + MIB

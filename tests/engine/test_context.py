@@ -52,7 +52,7 @@ from frameshard.plan.layout import lay_out
 config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=64, n_parallel=1, n_threads=1, kv_type="q8_0"
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     device = runtime.device
     device.set_budget((device.stats().floor_bytes + device.stats().full_bytes) // 2)
     runtime.decode_tokens(0, [1])
@@ -86,7 +86,7 @@ from frameshard.wire.messages import Sampling
 config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=2048, n_parallel=1, n_threads=1, vram_budget_bytes=25 << 20
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     batcher, plans, seen = Batcher(runtime), [], []
     adopt = runtime.placement.adopt
     runtime.placement.adopt = lambda plan: (plans.append(plan), adopt(plan))
@@ -129,7 +129,7 @@ from frameshard.plan.layout import lay_out
 from frameshard.wire.engine import EngineConfig
 
 config = EngineConfig(model=sys.argv[1], device="emulated", n_ctx=2048, n_ubatch=256, n_parallel=1, n_threads=1)
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     device, seen = runtime.device, []
     least = lay_out(runtime.model_info, "emulated").min_ring_bytes
     kv_bytes = 2 * 16 * 3 * 64 * 2 * 1500
@@ -170,7 +170,7 @@ from frameshard.wire.engine import EngineConfig
 config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=2048, n_parallel=1, n_threads=1, vram_budget_bytes=int(sys.argv[2])
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     placement, outdated = runtime.placement, []
     placement.on_outdated = lambda: outdated.append(True)
     decode, before = placement.plan.tiers[0], runtime.device.stats()

@@ -27,7 +27,7 @@ config = EngineConfig(
     model=path, device="emulated:20", n_ctx=256, n_ubatch=64, n_parallel=1, n_threads=1, vram_budget_bytes=budget,
     mode="stream_only",
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     recalled = runtime.placement.routing is not None and runtime.placement.routing.likely.tolist()
     experts = [(i, shard) for i, shard in enumerate(runtime.placement.ladder) if shard.kind == "experts"]
     counted = [sum(runtime.device.expert_uses(i, model.n_expert)) for i, _ in experts]

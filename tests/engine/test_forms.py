@@ -137,7 +137,7 @@ def test_whatever_is_drawn_fits(talking_model: Path) -> None:
     """There are 200 seeds and 20 schemas. All allowed tokens are drawn with equal probability, unlike with a model."""
     assert len(SCHEMAS) == 20
     config = EngineConfig(str(talking_model), n_ctx=512, n_parallel=1, n_threads=1)
-    with Runtime.load(config) as runtime:
+    with Runtime.load(config, measure=False) as runtime:
         pieces = [runtime.tokenizer.piece(token) for token in range(runtime.n_vocab)]
         for name, schema in SCHEMAS.items():
             matcher = runtime.forms.matcher(Form("json_schema", json.dumps(schema)))
@@ -259,7 +259,7 @@ def test_forms_that_cannot_be_used(tiny: EngineProcess, form: dict[str, object],
 
 def test_control_tokens_are_no_text(shallow_model: Path) -> None:
     config = EngineConfig(str(shallow_model), n_ctx=512, n_parallel=1, n_threads=1)
-    with Runtime.load(config) as runtime:
+    with Runtime.load(config, measure=False) as runtime:
         matcher = runtime.forms.matcher(Form("json_schema", '{"type": "string"}'))
         for token in runtime.tokenizer.tokenize('"a', add_special=False):
             matcher.accept(token)

@@ -26,7 +26,7 @@ config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=512, n_parallel=1, n_threads=1, mode="stream_only",
     vram_budget_bytes=int(sys.argv[2]),
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     seen, logits = [], []
     for part in (tokens[:512], tokens[512:514], tokens[514:767], tokens[767:768]):
         logits.append(runtime.decode_tokens(0, part)[-1])
@@ -53,7 +53,7 @@ config = em.EngineConfig(
     path, device="emulated", n_ctx=1024, n_ubatch=128, n_parallel=2, n_threads=1, mode=mode, adapters=("a=" + adapter,)
 )
 ends = []
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     device, batcher, reader = runtime.device, Batcher(runtime), RequestReader(runtime)
 
     def run_job(*adapters):
@@ -123,7 +123,7 @@ tokens = [300 + 7 * i % 700 for i in range(900)]
 config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=512, n_parallel=1, n_threads=1, mode="stream_only",
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     seen, answers = [], []
     for length in map(int, sys.argv[2:]):
         runtime.clear(0)
@@ -170,7 +170,7 @@ tokens = [300 + 7 * i % 700 for i in range(513)]
 config = EngineConfig(
     model=sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=512, n_parallel=1, n_threads=1, mode="stream_only",
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     device, seen, logits = runtime.device, [], []
 
     def run():

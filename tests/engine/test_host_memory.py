@@ -357,7 +357,7 @@ from frameshard.wire.engine import EngineConfig
 
 MIB = 1 << 20
 config = EngineConfig(sys.argv[1], device="cpu", n_ctx=512, n_parallel=1, kv_cache_bytes=0)
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     embeddings = Embeddings()
     host = HostMemory(runtime, KvStore(0), embeddings)
     host.measure()

@@ -87,7 +87,7 @@ def decode():
     return margin()
 
 config = EngineConfig(sys.argv[1], device="emulated", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1)
-runtime = Runtime.load(config)
+runtime = Runtime.load(config, measure=False)
 device, driver, found = runtime.device, Observer(), []
 overhead = runtime.placement.overhead = DriverOverhead(device, driver)
 overhead.measure(ends_load=True)

@@ -68,7 +68,7 @@ def ask(number, prompt, priority):
 
 path, device = sys.argv[1:]
 config = em.EngineConfig(path, device=device, n_ctx=1024, n_parallel=3, n_threads=1, mode="stream_only")
-runtime = Runtime.load(config)
+runtime = Runtime.load(config, measure=False)
 decode, on_node = runtime.llama.decode, runtime.on_node
 """
 

@@ -82,7 +82,7 @@ from frameshard.wire.engine import EngineConfig
 config = EngineConfig(
     model=sys.argv[1], device="emulated", mode="stream_only", n_ctx=512, n_parallel=3, n_threads=1, kv_type=sys.argv[2]
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     device = runtime.device
     if len(sys.argv) > 3:
         device.set_budget(device.stats().floor_bytes)

@@ -20,7 +20,7 @@ STORY = "The old castle stands on a hill above the village."
 @pytest.fixture(scope="module")
 def runtime(model_path: Path) -> Iterator[Runtime]:
     config = EngineConfig(model=str(model_path), n_ctx=512, n_parallel=2, n_ubatch=64, n_threads=1, n_outputs_max=64)
-    with Runtime.load(config) as loaded:
+    with Runtime.load(config, measure=False) as loaded:
         yield loaded
 
 
@@ -145,7 +145,7 @@ def test_what_llama_cpp_would_end_the_process_for_is_refused(runtime: Runtime) -
 
 def test_a_batch_may_not_ask_for_more_rows_than_were_reserved(model_path: Path) -> None:
     config = EngineConfig(model=str(model_path), n_ctx=256, n_parallel=1, n_threads=1)
-    with Runtime.load(config) as small:
+    with Runtime.load(config, measure=False) as small:
         with pytest.raises(BadArgument):
             small.decode_tokens(0, [1, 2], "all")
         small.close()

@@ -520,7 +520,7 @@ def test_nothing_that_is_told_becomes_a_mark(name: str, tmp_path: Path) -> None:
         ]
         return messages, [Tool("t", evil, json.dumps(schema))]
 
-    with Runtime.load(config) as runtime:
+    with Runtime.load(config, measure=False) as runtime:
         tokenizer = runtime.tokenizer
 
         def marks(evil: str) -> list[int]:

@@ -20,7 +20,7 @@ from frameshard.plan.layout import lay_out
 config = EngineConfig(
     model=sys.argv[1], device="emulated:2", n_ctx=512, n_ubatch=64, n_parallel=1, n_threads=1
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     device = runtime.device
     device.set_budget((device.stats().floor_bytes + device.stats().full_bytes) // 2)
     runtime.placement.replan()
@@ -54,7 +54,7 @@ from frameshard.wire.engine import EngineConfig
 config = EngineConfig(
     model=sys.argv[1], device="emulated:0.05", n_ctx=512, n_ubatch=256, n_parallel=1, n_threads=1, mode="stream_only"
 )
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     device = runtime.device
     device.set_budget(device.stats().floor_bytes)
     runtime.placement.replan()

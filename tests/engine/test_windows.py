@@ -29,7 +29,7 @@ def read(seq, begin, end):
     for at in range(begin, end, 48):
         found.append(runtime.decode_tokens(seq, tokens[at : min(at + 48, end)])[0])
 
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     device, exact = runtime.device, mode == "stream_only"
     if place == "floor":
         device.set_budget(device.stats().floor_bytes, timeout_s=60)
@@ -72,7 +72,7 @@ from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
 
 config = EngineConfig(sys.argv[1], device="emulated", n_ctx=1024, n_ubatch=128, n_threads=1)
-with Runtime.load(config) as runtime:
+with Runtime.load(config, measure=False) as runtime:
     assert runtime.llama.sliding_cells == 256
     assert runtime.can_decode_ahead(112) and not runtime.can_decode_ahead(113)
     tokens = [int(token) for token in np.random.default_rng(1).integers(5, 250, 800)]

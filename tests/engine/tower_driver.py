@@ -42,7 +42,7 @@ def main(model: Path, mmproj: Path, device: str, out: Path, inputs: Sequence[str
     config = EngineConfig(model=str(model), device=device, n_ctx=1024, n_parallel=1, n_threads=1, mmproj=str(mmproj))
     found: dict[str, npt.NDArray[np.float32]] = {}
     figures: dict[str, Any] = {"floors": []}
-    with Runtime.load(config) as runtime:
+    with Runtime.load(config, measure=False) as runtime:
         tower = vision.Vision(runtime, str(mmproj))
         tower.embeddings.set_limit(0)  # the second encode must not come from there
         pictures: dict[str, vision.Picture] = {}
