@@ -29,7 +29,10 @@ MOST_STEP_S = 1 / 20
 """A frame moves the camera by no more than this time, so that the flight is the same on a slow machine."""
 
 MOST_LOAD_S = 20.0
-"""The flight begins after so many seconds, even if there is no room for all that is in view."""
+"""The flight begins after so many seconds, even if not all that is in view is there."""
+
+SETTLED_S = 1.0
+"""What has no room gets none, if the pool's limit has not changed for so long."""
 
 STREAM_S, LOAD_S = 0.007, 0.05
 """So long may the pool work in a frame of the flight, and of the loading screen. Where drawing takes longer than twice
@@ -147,7 +150,7 @@ class Game:
         self._busy_ms: list[float] = []
         self._began = time.perf_counter()
         self._second = 0.0
-        self._over = self._closed = False
+        self._over = self._closed = self._filled = False
         self._least_held = 0
         self._draw_s = 0.0
         self._caption = "streaming world"
@@ -197,13 +200,17 @@ class Game:
         return in_view, in_view + self._pool.wants(self._world.soon(second))
 
     async def _load(self) -> None:
-        """The loading screen: until the first cells are there, or have no room."""
+        """The loading screen: until the first cells are there, or have no room and get none."""
         self._pool.prepare()
         due = self._now() + MOST_LOAD_S
-        while self._now() < due:
-            self._follow(LOAD_S)
+        limit, changed_at = 0, self._now()
+        while self._now() < min(due, changed_at + SETTLED_S):
+            before = limit
+            limit, _ = self._follow(LOAD_S)
             if not self._pool.missing(self._world.in_view(0.0)):
                 return
+            if limit != before or not self._filled:
+                changed_at = self._now()
             await trio.sleep(0.01)
 
     def _follow(self, seconds: float) -> tuple[int, int]:
@@ -211,7 +218,7 @@ class Game:
         now_bytes, soon_bytes = self._wanted(self._second)
         limit = self._parts.update(frameshard.PoolNeeds(self._pool.held_bytes, now_bytes, soon_bytes))
         in_view, soon = self._world.in_view(self._second), self._world.soon(self._second)
-        self._pool.follow(limit, in_view, soon, self._world.column_at(self._second), seconds)
+        self._filled = self._pool.follow(limit, in_view, soon, self._world.column_at(self._second), seconds)
         self._least_held = min(self._least_held, self._pool.held_bytes)
         return limit, soon_bytes
 

@@ -74,18 +74,17 @@ class Pool:
 
     def follow(
         self, limit_bytes: int, in_view: Collection[Cell], soon: Collection[Cell], column: float, seconds: float
-    ) -> None:
+    ) -> bool:
         """Evicts down to the limit, then loads.
 
         :param in_view: is loaded first, in this order.
         :param column: where the camera is.
         :param seconds: no further step begins after this time. Drivers take milliseconds to free a cell, so a frame
             that evicted or loaded all at once would be late. The next frame goes on.
+        :returns: whether all is there that has room.
         """
         due = time.perf_counter() + seconds
-        for _ in self._steps(limit_bytes, [*in_view, *soon], column):
-            if time.perf_counter() >= due:
-                return
+        return all(time.perf_counter() < due for _ in self._steps(limit_bytes, [*in_view, *soon], column))
 
     def _steps(self, limit_bytes: int, wanted: list[Cell], column: float) -> Iterator[None]:
         """Does all that is to be done, and stops after each step."""
