@@ -308,7 +308,10 @@ def test_a_draft_model_with_fewer_positions_than_the_context(tiny_model: Callabl
 def test_tokens_of_a_draft_model(shallow_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frameshard.engine.draft.CHUNK", 96)
     config = EngineConfig(str(shallow_model), device="emulated", n_ctx=1024, n_parallel=2, n_threads=1)
-    with Runtime.load(config, measure=False) as runtime, contextlib.closing(DraftModel(runtime, str(shallow_model))) as draft_model:
+    with (
+        Runtime.load(config, measure=False) as runtime,
+        contextlib.closing(DraftModel(runtime, str(shallow_model))) as draft_model,
+    ):
         assert runtime.device is not None
         before = runtime.device.stats()
         texts = {0: runtime.tokenizer.tokenize(REPEATING), 1: runtime.tokenizer.tokenize("Once upon a")}
