@@ -260,12 +260,14 @@ void Executor::finish_segment() {
     piece = last ? 0 : program->segments[next].piece;
 }
 
-// Whether the CPU waits for the compute stream before kRunAhead further segments are queued. Then an event would only cost
-// time: with ggml-vulkan recording it and waiting for it take 25 us on an H100 machine.
+// Whether the CPU waits for the compute stream before kRunAhead further segments are queued: it does for its own segments, and
+// for the router of a group. Then an event would only cost time: with ggml-vulkan recording it and waiting for it take 25 us on
+// an H100 machine.
 bool Executor::waits_soon(const Segment &done) const {
     const size_t end = std::min(next + kRunAhead, program->segments.size());
-    return done.cpu || std::any_of(program->segments.begin() + (ptrdiff_t)next,
-                                   program->segments.begin() + (ptrdiff_t)end, [](const Segment &s) { return s.cpu; });
+    return done.cpu ||
+           std::any_of(program->segments.begin() + (ptrdiff_t)next, program->segments.begin() + (ptrdiff_t)end,
+                       [](const Segment &s) { return s.cpu || s.group >= 0; });
 }
 
 // Waits until at most kRunAhead segments are queued, and for this one if it is timed. No event is recorded for the last
