@@ -113,8 +113,8 @@ struct Device {
     bool all_in_vram() const;              // all weights, keys and values
     bool hold(GraphMemory &memory);        // gives a graph its memory; false: there is none, or the graph is too large
     bool ensure_ring();                    // false: there is no VRAM for the smallest ring
-    // Calls `take` until it succeeds, and evicts a slab after each failure: the device may have less than the budget allows,
-    // because another program holds the rest. False: it fails with all slabs evicted, too.
+    // Calls `take` until it succeeds, and frees what is kept for large graphs, then a slab, after each failure: the device may
+    // have less than the budget allows, because another program holds the rest. False: it fails with all slabs evicted, too.
     bool take_evicting(const std::function<bool()> &take);
     // Starts copies of weights and KV blocks into free budget; returns bytes.
     size_t fill(size_t max_bytes);

@@ -6,7 +6,7 @@ namespace fsd {
 
 KvTransfer::~KvTransfer() {
     const bool events_in_use = full[0] && d.inner.quirks.keeps_until_waited;
-    if (filled > used || events_in_use) { // the graph was stopped while copies run, or they may wait for the events
+    if (filled > used || events_in_use) { // the graph was stopped while copies run, or these may wait for events
         ggml_backend_synchronize(d.inner.copy);
     }
     if (events_in_use) {
