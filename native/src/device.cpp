@@ -241,8 +241,8 @@ bool Device::all_in_vram() const { return arena.full() && kv.spilled_bytes() == 
 
 bool Device::hold(GraphMemory &memory) {
     size_t bytes = 0;
-    const bool spare = all_in_vram(), held_before = memory.fits(inner, spare, bytes);
-    if (!spare) {
+    const bool held_before = memory.fits(inner, bytes);
+    if (!all_in_vram()) {
         memory.drop_idle(inner, ledger);
     }
     if (held_before) {

@@ -82,7 +82,7 @@ bool GraphMemory::take(Inner &inner, Ledger &ledger, size_t bytes) {
     return true;
 }
 
-bool GraphMemory::fits(const Inner &inner, bool spare, size_t &needed) {
+bool GraphMemory::fits(const Inner &inner, size_t &needed) {
     bool other = false;
     {
         std::lock_guard<std::mutex> lock(adding_mutex_);
@@ -98,7 +98,7 @@ bool GraphMemory::fits(const Inner &inner, bool spare, size_t &needed) {
     needed = round_up(packed_, inner.quirks.vram_unit_bytes);
     least_ = least_ == 0 ? needed : std::min(least_, needed);
     Storage *before = std::exchange(now_, far_larger(needed, least_) ? &large_ : &small_);
-    const bool fits = now_->bytes() >= needed && (spare || !far_larger(now_->bytes(), needed));
+    const bool fits = now_->bytes() >= needed && !far_larger(now_->bytes(), needed);
     if (fits && (other || now_ != before)) {
         find_version();
     }

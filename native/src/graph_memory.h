@@ -25,9 +25,9 @@ class GraphMemory {
 
     // [any thread] A tensor of the next graph, by its place in the buffer. All of a graph are added before it is used.
     void add(size_t at, size_t bytes);
-    // Whether there is VRAM for the graph whose tensors were added last, and not much more unless `spare`. Otherwise
-    // `needed` gets the bytes for take().
-    bool fits(const Inner &inner, bool spare, size_t &needed);
+    // Whether there is VRAM for the graph whose tensors were added last, and not much more. Otherwise `needed` gets the
+    // bytes for take().
+    bool fits(const Inner &inner, size_t &needed);
     // Takes other VRAM for that graph; what was in the memory is lost. False: there is none within the budget.
     bool take(Inner &inner, Ledger &ledger, size_t bytes);
     // Frees the allocation in which that graph does not fit.
