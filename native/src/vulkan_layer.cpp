@@ -1,14 +1,22 @@
-// Why a layer: slabs are given back at once when the host takes VRAM, and NVIDIA's driver frees and allocates memory 3 to 13
-// times as fast if the memory is dedicated to one buffer. It took 14 to 24 ms for 1 GiB otherwise (H100, driver 580.159).
-// ggml-vulkan does not ask for it, and each of its buffers has memory of its own, so nothing else changes. The engine asks
-// Vulkan's loader for the layer, in its own process only (sdk/frameshard/ggml.py).
+// Why a layer: it changes two things that ggml-vulkan does not ask the driver for. The engine asks Vulkan's loader for the
+// layer, in its own process only (sdk/frameshard/ggml.py).
+//
+// Dedicated memory: slabs are given back at once when the host takes VRAM, and NVIDIA's driver frees and allocates memory 3 to
+// 13 times as fast if the memory is dedicated to one buffer. It took 14 to 24 ms for 1 GiB otherwise (H100, driver 580.159).
+// Each of ggml-vulkan's buffers has memory of its own, so nothing else changes.
+//
+// Waits that wake at once: a thread that sleeps until the driver wakes it loses tens of microseconds, and in each layer with
+// experts the CPU waits for the router. So the first millisecond of a wait is spent asking.
 #include "vulkan_layer.h"
 
 #include "frameshard_device.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 
 namespace fsd::vulkan {
 
@@ -20,6 +28,8 @@ struct DeviceCalls {
     GetRequirements requirements = nullptr;
     AllocateMemory allocate = nullptr;
     Destroy destroy = nullptr;
+    WaitSemaphores wait = nullptr;
+    GetCounter counter = nullptr;
 };
 
 // The next layer's functions, for the handles of one kind. The first word of a handle points to its loader's table.
@@ -113,7 +123,9 @@ Result FSD_VULKAN_CALL create_device(Handle physical, const AnyInfo *info, const
         devices().set(*device, {proc, find<CreateBuffer>(proc, *device, "vkCreateBuffer"),
                                 find<GetRequirements>(proc, *device, "vkGetBufferMemoryRequirements"),
                                 find<AllocateMemory>(proc, *device, "vkAllocateMemory"),
-                                find<Destroy>(proc, *device, "vkDestroyDevice")});
+                                find<Destroy>(proc, *device, "vkDestroyDevice"),
+                                find<WaitSemaphores>(proc, *device, "vkWaitSemaphores"),
+                                find<GetCounter>(proc, *device, "vkGetSemaphoreCounterValue")});
     }
     return result;
 }
@@ -162,6 +174,23 @@ Result FSD_VULKAN_CALL allocate_memory(Handle device, const AllocateInfo *info, 
     return result;
 }
 
+// Asks for a while before it sleeps. What fails is left to the next layer to report.
+Result FSD_VULKAN_CALL wait_semaphores(Handle device, const WaitInfo *info, uint64_t timeout_ns) {
+    const DeviceCalls next = devices().of(device);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(std::min(kAskNs, timeout_ns));
+    uint64_t reached = 0;
+    while (info->n_semaphores == 1 && next.counter(device, info->semaphores[0], &reached) == 0) {
+        if (reached >= info->values[0]) {
+            return 0;
+        }
+        if (std::chrono::steady_clock::now() >= end) {
+            break;
+        }
+        std::this_thread::yield();
+    }
+    return next.wait(device, info, timeout_ns);
+}
+
 struct Replaced {
     const char *name;
     Function function;
@@ -194,6 +223,7 @@ Function ours(const char *name, bool of_devices) {
         {"vkDestroyDevice", (Function)destroy_device, true},
         {"vkCreateBuffer", (Function)create_buffer, true},
         {"vkAllocateMemory", (Function)allocate_memory, true},
+        {"vkWaitSemaphores", (Function)wait_semaphores, true},
     };
     for (const Replaced &each : replaced) {
         if (strcmp(each.name, name) == 0 && (each.of_devices || !of_devices)) {

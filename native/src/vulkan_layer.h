@@ -1,4 +1,4 @@
-// A Vulkan layer that gives each large buffer a dedicated allocation (vulkan_layer.cpp). Here are the parts of Vulkan's
+// A Vulkan layer below ggml-vulkan, for dedicated memory and for waits that wake at once (vulkan_layer.cpp). Here are the parts of Vulkan's
 // interface that it uses, with the names and layouts of vulkan_core.h and vk_layer.h but without their prefixes, so that the
 // library builds where Vulkan's headers are missing.
 #pragma once
@@ -47,6 +47,14 @@ struct MemoryRequirements {
     uint32_t memory_types;
 };
 
+struct WaitInfo {
+    Structure type;
+    const void *next;
+    uint32_t flags, n_semaphores;
+    const ObjectHandle *semaphores;
+    const uint64_t *values;
+};
+
 using GetProcAddr = Function(FSD_VULKAN_CALL *)(Handle, const char *);
 using CreateInstance = Result(FSD_VULKAN_CALL *)(const AnyInfo *, const void *allocator, Handle *);
 using CreateDevice = Result(FSD_VULKAN_CALL *)(Handle physical, const AnyInfo *, const void *allocator, Handle *);
@@ -54,6 +62,8 @@ using Destroy = void(FSD_VULKAN_CALL *)(Handle, const void *allocator);
 using CreateBuffer = Result(FSD_VULKAN_CALL *)(Handle, const AnyInfo *, const void *allocator, ObjectHandle *);
 using GetRequirements = void(FSD_VULKAN_CALL *)(Handle, ObjectHandle buffer, MemoryRequirements *);
 using AllocateMemory = Result(FSD_VULKAN_CALL *)(Handle, const AllocateInfo *, const void *allocator, ObjectHandle *);
+using WaitSemaphores = Result(FSD_VULKAN_CALL *)(Handle, const WaitInfo *, uint64_t timeout_ns);
+using GetCounter = Result(FSD_VULKAN_CALL *)(Handle, ObjectHandle semaphore, uint64_t *value);
 
 // The next layers, in a chain that the loader passes to both functions named Create.
 struct Link {
@@ -78,6 +88,8 @@ struct LayerInterface {
 
 // Smaller buffers share memory with others, as the driver likes.
 constexpr uint64_t kLeastDedicated = 2 << 20;
+// A thread asks for so long before it sleeps until a semaphore is signalled.
+constexpr uint64_t kAskNs = 1'000'000;
 
 } // namespace fsd::vulkan
 

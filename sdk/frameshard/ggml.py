@@ -22,7 +22,7 @@ LIBRARY_FILE = {"win32": "{}.dll", "darwin": "lib{}.dylib"}.get(sys.platform, "l
 MODULES = {"cuda": "CUDA", "vulkan": "Vulkan"}
 """The GPU modules, the best first. Each has the name of its backend in ggml, with which its devices' names begin."""
 
-VULKAN_LAYER = "VK_LAYER_FRAMESHARD_dedicated_memory"
+VULKAN_LAYER = "VK_LAYER_FRAMESHARD_ggml"
 """The Vulkan layer in the shard device's library (native/src/vulkan_layer.cpp)."""
 LAYER_FILE = "frameshard_vulkan_layer.json"
 """The file by which Vulkan's loader finds the layer. It is beside the library."""

@@ -15,6 +15,9 @@ struct {
     DedicatedAllocation copy = {};
     const void *rest = nullptr; // of the chain, behind what the layer added
     Result refuse = 0;
+    int asked = 0, waited = 0;                 // how often for a semaphore
+    int signalled_after = 0;                   // so many questions
+    Result counter_fails = 0, wait_result = 0; // what both return
 } seen;
 
 int table; // handles point to it, as to their loader's table
@@ -59,6 +62,17 @@ Result FSD_VULKAN_CALL allocate(Handle, const AllocateInfo *info, const void *, 
     return seen.refuse;
 }
 
+Result FSD_VULKAN_CALL counter(Handle, ObjectHandle semaphore, uint64_t *value) {
+    CHECK(semaphore == 11 || semaphore == 12);
+    *value = ++seen.asked > seen.signalled_after ? 5 : 4;
+    return seen.counter_fails;
+}
+
+Result FSD_VULKAN_CALL wait(Handle, const WaitInfo *, uint64_t) {
+    seen.waited++;
+    return seen.wait_result;
+}
+
 void FSD_VULKAN_CALL other() {}
 
 Function FSD_VULKAN_CALL proc(Handle, const char *name) {
@@ -69,6 +83,8 @@ Function FSD_VULKAN_CALL proc(Handle, const char *name) {
            : n == "vkCreateBuffer"                ? (Function)create_buffer
            : n == "vkGetBufferMemoryRequirements" ? (Function)requirements
            : n == "vkAllocateMemory"              ? (Function)allocate
+           : n == "vkWaitSemaphores"              ? (Function)wait
+           : n == "vkGetSemaphoreCounterValue"    ? (Function)counter
                                                   : other;
 }
 
@@ -99,6 +115,13 @@ struct Through {
         const AllocateInfo info = {5, chain, bytes, 1};
         ObjectHandle memory = 0;
         return of_device<AllocateMemory>("vkAllocateMemory")(device, &info, nullptr, &memory);
+    }
+
+    Result wait_for(std::vector<ObjectHandle> semaphores, uint64_t value, uint64_t timeout_ns = UINT64_MAX) {
+        const std::vector<uint64_t> values(semaphores.size(), value);
+        const WaitInfo info = {1000207004, nullptr, 0, (uint32_t)semaphores.size(), semaphores.data(), values.data()};
+        seen.asked = seen.waited = 0;
+        return of_device<WaitSemaphores>("vkWaitSemaphores")(device, &info, timeout_ns);
     }
 
     LayerInterface interface = {};
@@ -140,6 +163,31 @@ TEST(other_memory_is_not_dedicated) {
     const DedicatedAllocation asked = {kDedicatedAllocation, nullptr, 0, 5};
     vulkan.make_buffer();
     CHECK(vulkan.allocate_memory(kBytes, &asked) == 0 && seen.dedicated && seen.dedicated->buffer == 5);
+}
+
+TEST(a_semaphore_that_is_signalled_soon_is_waited_for_without_sleep) {
+    Through vulkan;
+    seen.signalled_after = 3;
+    seen.waited = 1;
+    for (int i = 0; i < 100 && seen.waited > 0; i++) { // again if this thread had no core for a millisecond
+        CHECK(vulkan.wait_for({11}, 5) == 0);
+    }
+    CHECK(seen.asked == 4 && seen.waited == 0);
+    seen.signalled_after = 0;
+    CHECK(vulkan.wait_for({11}, 4) == 0 && seen.asked == 1 && seen.waited == 0);
+}
+
+TEST(other_waits_are_those_of_the_next_layer) {
+    Through vulkan;
+    constexpr Result kTimeout = 2, kDeviceLost = -4;
+    seen.signalled_after = 1 << 30;
+    seen.wait_result = kTimeout;
+    CHECK(vulkan.wait_for({11}, 5) == kTimeout && seen.waited == 1);                       // not signalled soon
+    CHECK(vulkan.wait_for({11}, 5, 0) == kTimeout && seen.asked == 1 && seen.waited == 1); // the caller waits for less
+    CHECK(vulkan.wait_for({11, 12}, 5) == kTimeout && seen.asked == 0 && seen.waited == 1);
+    seen.counter_fails = seen.wait_result = kDeviceLost;
+    CHECK(vulkan.wait_for({11}, 5) == kDeviceLost && seen.asked == 1 && seen.waited == 1);
+    seen.counter_fails = seen.wait_result = 0;
 }
 
 TEST(other_functions_are_those_of_the_next_layer) {
