@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from frameshard import ggml
@@ -98,12 +99,54 @@ with Runtime.load(config) as runtime:
 """
 
 
-def test_copies_of_experts_keep_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """ggml-vulkan keeps some 7 KiB for each wait of one stream for another until the CPU waits for both."""
+AHEAD = """
+import random
+import sys
+from frameshard.engine.llama import Rows
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+import numpy as np
+
+config = EngineConfig(sys.argv[1], device=sys.argv[2], n_ctx=512, n_ubatch=64, n_parallel=1, mode="stream_only",
+                      vram_budget_bytes=int(sys.argv[3]))
+draw = random.Random(1)
+with Runtime.load(config) as runtime:
+    runtime.decode_tokens(0, [draw.randrange(8, 1000) for _ in range(40)])
+    rows = [runtime.logits(runtime.decode([Rows(0, [draw.randrange(8, 200)])])[0]).copy() for _ in range(100)]
+    stats = runtime.device.stats()
+    np.save(sys.argv[4], np.stack(rows))
+    print(stats.experts_ahead, stats.experts_again)
+"""
+
+
+def _synthetic_experts(monkeypatch: pytest.MonkeyPatch, path: Path, even: bool) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "profiles" / "tools")
     synth = __import__("synth_gguf")
-    shape = synth.Shape("qwen3moe", 8, 256, 4, 2, 64, 512, 1024, "Q4_0", 64, 4, 256, even=True)
-    synth.write(shape, str(tmp_path / "experts.gguf"))
+    shape = synth.Shape("qwen3moe", 8, 256, 4, 2, 64, 512, 1024, "Q4_0", 64, 4, 256, even=even)
+    synth.write(shape, str(path))
+
+
+def test_experts_that_are_computed_before_the_choice_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The device starts with the experts of its cache while the CPU waits for the router's choice alone, on the one
+    queue that all streams share. Where an expert was missing it computes the layer again."""
+    model, device = tmp_path / "experts.gguf", os.environ["FRAMESHARD_VULKAN"]
+    _synthetic_experts(monkeypatch, model, even=False)
+    found = {}
+    for mib in (400, 40):
+        command = [sys.executable, "-c", AHEAD, str(model), device, str(mib << 20), str(tmp_path / f"{mib}.npy")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        found[mib] = [int(word) for word in done.stdout.split()]
+    assert found[400] == [0, 0]  # all is resident
+    ahead, again = found[40]
+    assert ahead > 10 * again > 0
+    logits = [np.load(tmp_path / f"{mib}.npy") for mib in (400, 40)]
+    assert np.abs(logits[0] - logits[1]).max() < 0.001
+
+
+def test_copies_of_experts_keep_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ggml-vulkan keeps some 7 KiB for each wait of one stream for another until the CPU waits for both."""
+    _synthetic_experts(monkeypatch, tmp_path / "experts.gguf", even=True)
     command = [sys.executable, "-c", KEPT, str(tmp_path / "experts.gguf"), os.environ["FRAMESHARD_VULKAN"]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

@@ -211,7 +211,7 @@ class GroupRun {
 
 ggml_status GroupRun::run(ggml_cgraph &view, const GroupHooks &hooks) {
     // If the device can find the slots itself, and they were right the last time.
-    const bool ahead = group.n_lookup > 0 && d.experts.has_table(group.layer);
+    const bool ahead = group.n_lookup > 0 && d.experts.has_table(group.layer) && d.inner.can_fetch_ahead();
     if (ahead) {
         start_ahead(view);
     } else {
@@ -261,17 +261,17 @@ void GroupRun::count_use() {
     });
 }
 
-// Starts the group before the CPU has the choice, which is copied beside it.
+// Starts the group before the CPU has the choice, which is copied beside it or, with one queue, before it.
 void GroupRun::start_ahead(const ggml_cgraph &view) {
-    d.inner.stream_waits(d.inner.aside);
-    fetch(group.ids, d.inner.aside, exchange.ids);
+    fetch(group.ids, d.inner.begin_fetch(), exchange.ids);
+    d.inner.end_fetch();
     ggml_cgraph ahead = view;
     ahead.nodes -= group.n_lookup;
     ahead.n_nodes += group.n_lookup;
     ahead.uid = group.lookup_uid;
     launched = launch(ahead, weight_bytes((size_t)group.chosen()));
     d.counters.update([](fsd_stats &c) { c.experts_ahead++; });
-    ggml_backend_synchronize(d.inner.aside);
+    d.inner.wait_for_fetch();
 }
 
 // An expert was missing. The group's results may lie where its input was, so the device has kept that elsewhere.

@@ -466,7 +466,7 @@ void Compiler::add_numbers(ExpertGroup &group, ggml_tensor *key) {
     group.numbers->buffer = d.ring.buffer();
 
     const int64_t n_experts = group.weight(0)->ne[2];
-    if ((int64_t)p.arena.n_slots < n_experts || !d.inner.aside || !ggml_is_contiguous(group.input) ||
+    if ((int64_t)p.arena.n_slots < n_experts || !ggml_is_contiguous(group.input) ||
         ggml_nbytes(group.input) > ExpertArena::kInputBytes) {
         return;
     }

@@ -258,6 +258,30 @@ void Inner::stream_waits(ggml_backend_t stream) {
     ggml_backend_event_wait(stream, computed);
 }
 
+ggml_backend_t Inner::begin_fetch() {
+    if (!aside) {
+        compute_pending = true;
+        return compute;
+    }
+    stream_waits(aside);
+    return aside;
+}
+
+void Inner::end_fetch() {
+    if (!aside) {
+        computed = computed ? computed : ggml_backend_event_new(dev);
+        ggml_backend_event_record(computed, compute);
+    }
+}
+
+void Inner::wait_for_fetch() {
+    if (aside) {
+        ggml_backend_synchronize(aside);
+    } else {
+        ggml_backend_event_synchronize(computed);
+    }
+}
+
 void Inner::put_input(ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes) {
     if (graph_pending) { // it may read what is written
         synchronize();

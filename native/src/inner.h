@@ -130,6 +130,12 @@ class Inner {
     void rest();
     // Another stream waits for all computing queued so far; the CPU does not.
     void stream_waits(ggml_backend_t stream);
+    // Whether the CPU can wait for a copy from the device into staging memory and not for what is queued after it.
+    bool can_fetch_ahead() const { return aside || pinned_staging; }
+    // Such copies are queued on the stream that begin_fetch() returns, behind all computing queued before it.
+    ggml_backend_t begin_fetch();
+    void end_fetch();
+    void wait_for_fetch();
     // An event that give_back() got, or a new one: NVIDIA's Vulkan driver takes some 0.4 ms to make one, and as long to free
     // it (H200).
     ggml_backend_event_t take_event();
@@ -167,7 +173,7 @@ class Inner {
     size_t pool_bytes_ = 0;                  // the least size of the pools
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
     int n_waits_ = 0;                        // of the compute stream for the copy stream, since rest()
-    ggml_backend_event_t computed = nullptr; // of stream_waits()
+    ggml_backend_event_t computed = nullptr; // of stream_waits() and, with one queue, of end_fetch()
     InnerBuffer pinned_staging, pinned_inputs, pinned_zeros;
     bool asked_for_inputs = false;
     bool inputs_pending = false;        // inputs are queued since synchronize()
