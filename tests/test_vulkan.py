@@ -155,6 +155,32 @@ def test_copies_of_experts_keep_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert more_bytes < 3500 * streamed
 
 
+PARKED = """
+import random
+import sys
+from frameshard.engine.llama import Rows
+from frameshard.engine.runtime import Runtime
+from frameshard.wire.engine import EngineConfig
+
+config = EngineConfig(sys.argv[1], device=sys.argv[2], n_ctx=512, n_ubatch=64, n_parallel=1, vram_budget_bytes=20 << 20)
+draw = random.Random(1)
+with Runtime.load(config) as runtime:
+    runtime.decode_tokens(0, [draw.randrange(8, 1000) for _ in range(40)])
+    for _ in range(100):
+        runtime.logits(runtime.decode([Rows(0, [draw.randrange(8, 1000)])])[0])
+        runtime.device.park()
+        runtime.unpark()
+"""
+
+
+def test_a_device_that_is_parked_after_copies_of_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ggml-vulkan's events point to what they were recorded in. Parking frees that with its stream."""
+    _synthetic_experts(monkeypatch, tmp_path / "experts.gguf", even=True)
+    command = [sys.executable, "-c", PARKED, str(tmp_path / "experts.gguf"), os.environ["FRAMESHARD_VULKAN"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.timeout(3600)
 def test_the_text_is_the_same_at_five_budgets() -> None:
     command = [sys.executable, "-m", "frameshard", "verify", "--json", "--model", "smollm2-135m"]

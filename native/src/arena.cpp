@@ -95,7 +95,7 @@ bool Arena::fill_next() {
         return false;
     }
     slab.filled = inner_.take_event();
-    ggml_backend_event_record(slab.filled, inner_.copy);
+    inner_.record(slab.filled, inner_.copy);
     slabs.push_back(std::move(slab));
     n_filled++;
     return true;

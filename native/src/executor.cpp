@@ -283,7 +283,7 @@ void Executor::limit_queue(uint64_t start_ns, bool timed) {
         return;
     }
     event = event ? event : d.inner.take_event();
-    ggml_backend_event_record(event, d.inner.compute);
+    d.inner.record(event, d.inner.compute);
     use = d.ring.next_use();
     if (timed) {
         ggml_backend_event_synchronize(event);

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace fsd {
 
@@ -86,6 +87,7 @@ bool Inner::renew_compute() {
         return false;
     }
     ggml_backend_synchronize(compute);
+    rest_recorded();
     ggml_backend_free(compute);
     compute = renewed;
     compute_pending = graph_pending = inputs_pending = false;
@@ -145,6 +147,9 @@ void Inner::close_streams() {
         ggml_backend_synchronize(mirror);
     }
     host_paths.close();
+    rest_recorded();
+    give_back(std::exchange(copied, nullptr));
+    give_back(std::exchange(computed, nullptr));
     for (ggml_backend_event_t event : spare_events_) {
         ggml_backend_event_free(event);
     }
@@ -155,6 +160,7 @@ void Inner::close_streams() {
     ggml_backend_free(compute);
     aside = mirror = copy = compute = nullptr;
     pool_bytes_ = 0;
+    n_waits_ = 0;
 }
 
 HostPath Inner::attach(void *p, size_t bytes, bool may_pin) {
@@ -211,8 +217,8 @@ void Inner::synchronize() {
 }
 
 void Inner::wait_for_copies() {
-    copied = copied ? copied : ggml_backend_event_new(dev);
-    ggml_backend_event_record(copied, copy);
+    copied = copied ? copied : take_event();
+    record(copied, copy);
     compute_waits(copied);
 }
 
@@ -248,13 +254,28 @@ void Inner::give_back(ggml_backend_event_t event) {
     }
     if (quirks.keeps_until_waited) {
         ggml_backend_event_synchronize(event);
+        recorded_.erase(event);
     }
     spare_events_.push_back(event);
 }
 
+void Inner::record(ggml_backend_event_t event, ggml_backend_t stream) {
+    ggml_backend_event_record(event, stream);
+    if (quirks.keeps_until_waited && stream == compute) {
+        recorded_.insert(event);
+    }
+}
+
+void Inner::rest_recorded() {
+    for (ggml_backend_event_t event : recorded_) {
+        ggml_backend_event_synchronize(event);
+    }
+    recorded_.clear();
+}
+
 void Inner::stream_waits(ggml_backend_t stream) {
-    computed = computed ? computed : ggml_backend_event_new(dev);
-    ggml_backend_event_record(computed, compute);
+    computed = computed ? computed : take_event();
+    record(computed, compute);
     ggml_backend_event_wait(stream, computed);
 }
 
@@ -269,8 +290,8 @@ ggml_backend_t Inner::begin_fetch() {
 
 void Inner::end_fetch() {
     if (!aside) {
-        computed = computed ? computed : ggml_backend_event_new(dev);
-        ggml_backend_event_record(computed, compute);
+        computed = computed ? computed : take_event();
+        record(computed, compute);
     }
 }
 

@@ -9,6 +9,7 @@
 #include "ggml-backend.h"
 
 #include <memory>
+#include <set>
 #include <vector>
 
 struct ggml_backend_graph_optimize_params;
@@ -141,6 +142,8 @@ class Inner {
     ggml_backend_event_t take_event();
     // Waits for the event first, if the device keeps what it was recorded in until then. Null: does nothing.
     void give_back(ggml_backend_event_t event);
+    // Records an event in a stream. The compute stream may be renewed before the CPU waits for the event.
+    void record(ggml_backend_event_t event, ggml_backend_t stream);
     // Writes an input of the next graph. Small ones go through pinned memory and are queued: nothing waits for each of them.
     void put_input(ggml_backend_buffer_t buffer, void *to, const void *from, size_t bytes);
     // Host memory for small exchanges with the device, pinned if possible; the same at every call.
@@ -168,8 +171,13 @@ class Inner {
     std::unique_ptr<Trace> trace; // while a time line is recorded
 
   private:
+    void rest_recorded();
+
     const Pacing &pacing;
     std::vector<ggml_backend_event_t> spare_events_;
+    // Of the compute stream, if the device keeps what it was recorded in: that belongs to the stream, so the CPU has to wait
+    // for these before the stream is freed.
+    std::set<ggml_backend_event_t> recorded_;
     size_t pool_bytes_ = 0;                  // the least size of the pools
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
     int n_waits_ = 0;                        // of the compute stream for the copy stream, since rest()

@@ -29,7 +29,7 @@ void KvTransfer::begin(const Program &program) {
 
 void KvTransfer::record(ggml_backend_event_t &event, ggml_backend_t stream) {
     event = event ? event : d.inner.take_event();
-    ggml_backend_event_record(event, stream);
+    d.inner.record(event, stream);
 }
 
 void KvTransfer::fill_panes(const Program &program, size_t at) {

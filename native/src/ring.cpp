@@ -112,7 +112,7 @@ void Ring::before_fill() {
 
 void Ring::use(size_t entry) {
     if (!thread_) {
-        ggml_backend_event_record(done_[entry], inner_.compute);
+        inner_.record(done_[entry], inner_.compute);
     }
     next_use_++;
 }
@@ -134,7 +134,7 @@ Taken Ring::copy_missing_experts(size_t entry, std::chrono::milliseconds most, C
     if (taken == Taken::yes && thread_) {
         last_copy_[entry] = given_;
     } else if (taken == Taken::yes) {
-        ggml_backend_event_record(ready_[entry], inner_.copy);
+        inner_.record(ready_[entry], inner_.copy);
     }
     return taken;
 }
@@ -146,11 +146,10 @@ void Ring::reset() {
     thread_.reset();
     ggml_backend_synchronize(inner_.copy);
     inner_.synchronize();
-    for (ggml_backend_event_t e : ready_) {
-        ggml_backend_event_free(e);
-    }
-    for (ggml_backend_event_t e : done_) {
-        ggml_backend_event_free(e);
+    for (const auto &events : {ready_, done_}) {
+        for (ggml_backend_event_t e : events) {
+            inner_.give_back(e);
+        }
     }
     ready_.clear();
     done_.clear();
@@ -185,8 +184,8 @@ void Ring::lay_out(const Program &p) {
         return;
     }
     for (size_t i = 0; i < entries_.size(); i++) {
-        ready_.push_back(ggml_backend_event_new(inner_.dev));
-        done_.push_back(ggml_backend_event_new(inner_.dev));
+        ready_.push_back(inner_.take_event());
+        done_.push_back(inner_.take_event());
     }
 }
 
@@ -391,7 +390,7 @@ Taken Ring::copy_next(std::chrono::milliseconds most, Copied &copied) {
         if (thread_) {
             last_copy_[i] = given_;
         } else {
-            ggml_backend_event_record(ready_[i], inner_.copy);
+            inner_.record(ready_[i], inner_.copy);
         }
         next_copy_++;
         copied.copies++;
