@@ -189,7 +189,13 @@ class Net {
     }
 
     ggml_status compute(std::vector<float> &result) {
-        const ggml_status status = compute();
+        write_input();
+        return run(result);
+    }
+
+    // Computes the prepared graph, whose input was written before.
+    ggml_status run(std::vector<float> &result) {
+        const ggml_status status = start();
         if (status == GGML_STATUS_SUCCESS) {
             result.resize(ggml_nelements(logits));
             ggml_backend_tensor_get(logits, result.data(), 0, ggml_nbytes(logits));
@@ -1213,6 +1219,34 @@ SCENARIO(a_budget_without_room_for_a_graph_ends_it) {
     s.net->write_input(); // there is no room for it
     CHECK(fsd_set_budget(s.full, 0) == FSD_OK && s.net->start() == GGML_STATUS_ABORTED);
     s.check_conversation();
+}
+
+// With everything in VRAM the memory of a large graph is kept. A budget that takes it must leave a small graph its input.
+SCENARIO(a_budget_between_the_input_of_a_graph_and_its_run) {
+    constexpr int kPrompt = 900;
+    constexpr uint64_t kSmallGraphs = 1 << 20; // their memory, beside that of a large one
+    Session s(config_of(0), {{kPrompt, 0}, {1, kPrompt}, {2, kPrompt + 1}, {1, kPrompt + 3}}, 1024, kPrompt);
+    s.commit();
+    std::mt19937 random(6);
+    bool freed = false; // memory of a large graph
+    for (int round = 0; round < 4; round++) {
+        CHECK(fsd_set_budget(s.full + kSmallGraphs, 0) == FSD_OK && fsd_fill(UINT64_MAX, nullptr) == FSD_OK);
+        s.net->forget();
+        s.check_decode(0);
+        CHECK(fsd_end_graph() == FSD_OK);
+        for (size_t i = 1; i < s.conversation.size(); i++) {
+            s.net->prepare(s.conversation[i]);
+            s.net->write_input();
+            const uint64_t held = stats().graph_bytes;
+            CHECK(fsd_set_budget(s.random_budget(random), 0) == FSD_OK);
+            freed = freed || stats().graph_bytes < held;
+            std::vector<float> logits;
+            CHECK(s.net->run(logits) == GGML_STATUS_SUCCESS);
+            CHECK(logits == s.expected[i]);
+            CHECK(fsd_end_graph() == FSD_OK);
+        }
+    }
+    CHECK(freed);
 }
 
 // Copies run ahead of the next graph. After the model is freed, they must not read from the unmapped file.
