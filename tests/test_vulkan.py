@@ -181,6 +181,15 @@ def test_a_device_that_is_parked_after_copies_of_experts(monkeypatch: pytest.Mon
     assert done.returncode == 0, done.stderr
 
 
+def test_a_rush_of_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The engine lives, holds each budget and answers with the same texts."""
+    _synthetic_experts(monkeypatch, tmp_path / "experts.gguf", even=False)
+    rush = str(Path(__file__).parent / "hostile" / "budgets.py")
+    command = [sys.executable, rush, str(tmp_path / "experts.gguf"), "--device", os.environ["FRAMESHARD_VULKAN"]]
+    done = subprocess.run([*command, "--seconds", "20", "--seed", "6"], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.timeout(3600)
 def test_the_text_is_the_same_at_five_budgets() -> None:
     command = [sys.executable, "-m", "frameshard", "verify", "--json", "--model", "smollm2-135m"]

@@ -177,12 +177,13 @@ async def rush(
     *,
     seconds: float,
     seed: int,
+    device: str = "emulated",
     parallel: int = 1,
     planned: int = 0,
     unit_kb: int = 0,
     driver_grows: int = 0,
 ) -> Report:
-    """Loads a model on the emulated device and disturbs it.
+    """Loads a model on a device and disturbs it.
 
     :param parallel: jobs at once.
     :param planned: 1 for mode planned, 0 for stream-only.
@@ -193,7 +194,7 @@ async def rush(
     child = EngineProcess(faults=f"unit_kb={unit_kb}", program=program)
     try:
         mode = "planned" if planned else "stream_only"
-        child.load(model, device="emulated", mode=mode, n_ctx=1024, n_parallel=parallel, n_threads=1)
+        child.load(model, device=device, mode=mode, n_ctx=1024, n_parallel=parallel, n_threads=1)
         return Rush(child, seed, parallel=parallel, same_texts=not planned and parallel == 1).run(seconds)
     finally:
         child.close()
@@ -201,6 +202,7 @@ async def rush(
 
 if __name__ == "__main__":
     options = {
+        "device": ("emulated", "the device"),
         "parallel": (1, "jobs at once"),
         "planned": (0, "1 for mode planned, 0 for stream-only"),
         "unit_kb": (0, "VRAM is allocated in multiples of so many KiB"),

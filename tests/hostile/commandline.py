@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 
-def main(description: str | None, attack: Callable[..., Awaitable[Any]], **options: tuple[float, str]) -> int:
+def main(description: str | None, attack: Callable[..., Awaitable[Any]], **options: tuple[float | str, str]) -> int:
     """Runs `attack` on a model and prints its report.
 
     :param attack: gets the model's path, ``seconds``, ``seed`` and `options`; returns a report with ``problems`` (a
@@ -26,7 +26,7 @@ def main(description: str | None, attack: Callable[..., Awaitable[Any]], **optio
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     for name, (default, text) in options.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} ({default:g})")
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} ({default})")
     values = vars(parser.parse_args())
     model = values.pop("model")
 
