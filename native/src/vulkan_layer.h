@@ -1,6 +1,6 @@
-// A Vulkan layer below ggml-vulkan, for dedicated memory and for waits that wake at once (vulkan_layer.cpp). Here are the parts of Vulkan's
-// interface that it uses, with the names and layouts of vulkan_core.h and vk_layer.h but without their prefixes, so that the
-// library builds where Vulkan's headers are missing.
+// A Vulkan layer below ggml-vulkan, for dedicated memory and for waits that wake at once (vulkan_layer.cpp). Here are the parts
+// of Vulkan's interface that it uses, with the names and layouts of vulkan_core.h and vk_layer.h but without their prefixes, so
+// that the library builds where Vulkan's headers are missing.
 #pragma once
 
 #include <cstddef>
