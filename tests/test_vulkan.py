@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -74,23 +75,41 @@ def test_every_sequence_computes_the_same() -> None:
     assert float(done.stdout) < 0.01
 
 
-KEPT = """
+WITH_EXPERTS = """
 import random
 import sys
 from pathlib import Path
 from frameshard.engine.llama import Rows
 from frameshard.engine.runtime import Runtime
 from frameshard.wire.engine import EngineConfig
+import numpy as np
 
-def held_bytes():
-    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
-
-config = EngineConfig(sys.argv[1], device=sys.argv[2], n_ctx=512, n_ubatch=64, n_parallel=1, vram_budget_bytes=16 << 20)
+model, device, budget_mb, mode, *more = sys.argv[1:]
+config = EngineConfig(model, device=device, n_ctx=512, n_ubatch=64, n_parallel=1, mode=mode,
+                      vram_budget_bytes=int(budget_mb) << 20)
 draw = random.Random(1)
+
+def logits(vocabulary):
+    return runtime.logits(runtime.decode([Rows(0, [draw.randrange(8, vocabulary)])])[0])
+
 with Runtime.load(config) as runtime:
     runtime.decode_tokens(0, [draw.randrange(8, 1000) for _ in range(40)])
+"""
+"""The start of the programs below: an engine of a model with experts, which has read a prompt."""
+
+AHEAD = """
+    rows = [logits(200).copy() for _ in range(100)]
+    stats = runtime.device.stats()
+    np.save(more[0], np.stack(rows))
+    print(stats.experts_ahead, stats.experts_again)
+"""
+
+KEPT = """
+    def held_bytes():
+        return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
     for i in range(1000):
-        runtime.logits(runtime.decode([Rows(0, [draw.randrange(8, 1000)])])[0])
+        logits(1000)
         if i == 400:
             before, streamed = held_bytes(), runtime.device.stats().experts_streamed
         if i % 300 == 299:
@@ -98,94 +117,65 @@ with Runtime.load(config) as runtime:
     print(held_bytes() - before, runtime.device.stats().experts_streamed - streamed)
 """
 
-
-AHEAD = """
-import random
-import sys
-from frameshard.engine.llama import Rows
-from frameshard.engine.runtime import Runtime
-from frameshard.wire.engine import EngineConfig
-import numpy as np
-
-config = EngineConfig(sys.argv[1], device=sys.argv[2], n_ctx=512, n_ubatch=64, n_parallel=1, mode="stream_only",
-                      vram_budget_bytes=int(sys.argv[3]))
-draw = random.Random(1)
-with Runtime.load(config) as runtime:
-    runtime.decode_tokens(0, [draw.randrange(8, 1000) for _ in range(40)])
-    rows = [runtime.logits(runtime.decode([Rows(0, [draw.randrange(8, 200)])])[0]).copy() for _ in range(100)]
-    stats = runtime.device.stats()
-    np.save(sys.argv[4], np.stack(rows))
-    print(stats.experts_ahead, stats.experts_again)
-"""
-
-
-def _synthetic_experts(monkeypatch: pytest.MonkeyPatch, path: Path, even: bool) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "profiles" / "tools")
-    synth = __import__("synth_gguf")
-    shape = synth.Shape("qwen3moe", 8, 256, 4, 2, 64, 512, 1024, "Q4_0", 64, 4, 256, even=even)
-    synth.write(shape, str(path))
-
-
-def test_experts_that_are_computed_before_the_choice_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The device starts with the experts of its cache while the CPU waits for the router's choice alone, on the one
-    queue that all streams share. Where an expert was missing it computes the layer again."""
-    model, device = tmp_path / "experts.gguf", os.environ["FRAMESHARD_VULKAN"]
-    _synthetic_experts(monkeypatch, model, even=False)
-    found = {}
-    for mib in (400, 40):
-        command = [sys.executable, "-c", AHEAD, str(model), device, str(mib << 20), str(tmp_path / f"{mib}.npy")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr
-        found[mib] = [int(word) for word in done.stdout.split()]
-    assert found[400] == [0, 0]  # all is resident
-    ahead, again = found[40]
-    assert ahead > 10 * again > 0
-    logits = [np.load(tmp_path / f"{mib}.npy") for mib in (400, 40)]
-    assert np.abs(logits[0] - logits[1]).max() < 0.001
-
-
-def test_copies_of_experts_keep_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """ggml-vulkan keeps some 7 KiB for each wait of one stream for another until the CPU waits for both."""
-    _synthetic_experts(monkeypatch, tmp_path / "experts.gguf", even=True)
-    command = [sys.executable, "-c", KEPT, str(tmp_path / "experts.gguf"), os.environ["FRAMESHARD_VULKAN"]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    more_bytes, streamed = (int(word) for word in done.stdout.split())
-    assert streamed > 300
-    assert more_bytes < 3500 * streamed
-
-
 PARKED = """
-import random
-import sys
-from frameshard.engine.llama import Rows
-from frameshard.engine.runtime import Runtime
-from frameshard.wire.engine import EngineConfig
-
-config = EngineConfig(sys.argv[1], device=sys.argv[2], n_ctx=512, n_ubatch=64, n_parallel=1, vram_budget_bytes=20 << 20)
-draw = random.Random(1)
-with Runtime.load(config) as runtime:
-    runtime.decode_tokens(0, [draw.randrange(8, 1000) for _ in range(40)])
     for _ in range(100):
-        runtime.logits(runtime.decode([Rows(0, [draw.randrange(8, 1000)])])[0])
+        logits(1000)
         runtime.device.park()
         runtime.unpark()
 """
 
 
-def test_a_device_that_is_parked_after_copies_of_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """ggml-vulkan's events point to what they were recorded in. Parking frees that with its stream."""
-    _synthetic_experts(monkeypatch, tmp_path / "experts.gguf", even=True)
-    command = [sys.executable, "-c", PARKED, str(tmp_path / "experts.gguf"), os.environ["FRAMESHARD_VULKAN"]]
+@pytest.fixture
+def experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[bool], str]:
+    """Writes a model with experts, which are chosen equally often if the argument is true; returns its path."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "profiles" / "tools")
+    synth = __import__("synth_gguf")
+
+    def write(even: bool) -> str:
+        shape = synth.Shape("qwen3moe", 8, 256, 4, 2, 64, 512, 1024, "Q4_0", 64, 4, 256, even=even)
+        synth.write(shape, str(tmp_path / "experts.gguf"))
+        return str(tmp_path / "experts.gguf")
+
+    return write
+
+
+def _run(program: str, model: str, budget_mb: int, mode: str, *more: str) -> list[int]:
+    """Runs a program on a model with experts; returns the numbers that it prints."""
+    arguments = [model, os.environ["FRAMESHARD_VULKAN"], str(budget_mb), mode, *more]
+    command = [sys.executable, "-c", WITH_EXPERTS + program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
 
 
-def test_a_rush_of_budgets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_experts_that_are_computed_before_the_choice_is_known(experts: Callable[[bool], str], tmp_path: Path) -> None:
+    """The device starts with the experts of its cache while the CPU waits for the router's choice alone, on the one
+    queue that all streams share. Where an expert was missing it computes the layer again."""
+    model = experts(False)
+    found = {mb: _run(AHEAD, model, mb, "stream_only", str(tmp_path / f"{mb}.npy")) for mb in (400, 40)}
+    assert found[400] == [0, 0]  # all is resident
+    ahead, again = found[40]
+    assert ahead > 10 * again > 0
+    logits = [np.load(tmp_path / f"{mb}.npy") for mb in (400, 40)]
+    assert np.abs(logits[0] - logits[1]).max() < 0.001
+
+
+def test_copies_of_experts_keep_no_memory(experts: Callable[[bool], str]) -> None:
+    """ggml-vulkan keeps some 7 KiB for each wait of one stream for another until the CPU waits for both."""
+    more_bytes, streamed = _run(KEPT, experts(True), 16, "planned")
+    assert streamed > 300
+    assert more_bytes < 3500 * streamed
+
+
+def test_a_device_that_is_parked_after_copies_of_experts(experts: Callable[[bool], str]) -> None:
+    """ggml-vulkan's events point to what they were recorded in. Parking frees that with its stream."""
+    _run(PARKED, experts(True), 20, "planned")
+
+
+def test_a_rush_of_budgets(experts: Callable[[bool], str]) -> None:
     """The engine lives, holds each budget and answers with the same texts."""
-    _synthetic_experts(monkeypatch, tmp_path / "experts.gguf", even=False)
     rush = str(Path(__file__).parent / "hostile" / "budgets.py")
-    command = [sys.executable, rush, str(tmp_path / "experts.gguf"), "--device", os.environ["FRAMESHARD_VULKAN"]]
+    command = [sys.executable, rush, experts(False), "--device", os.environ["FRAMESHARD_VULKAN"]]
     done = subprocess.run([*command, "--seconds", "20", "--seed", "6"], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
 

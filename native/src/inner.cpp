@@ -273,9 +273,13 @@ void Inner::rest_recorded() {
     recorded_.clear();
 }
 
-void Inner::stream_waits(ggml_backend_t stream) {
+void Inner::record_computed() {
     computed = computed ? computed : take_event();
     record(computed, compute);
+}
+
+void Inner::stream_waits(ggml_backend_t stream) {
+    record_computed();
     ggml_backend_event_wait(stream, computed);
 }
 
@@ -290,8 +294,7 @@ ggml_backend_t Inner::begin_fetch() {
 
 void Inner::end_fetch() {
     if (!aside) {
-        computed = computed ? computed : take_event();
-        record(computed, compute);
+        record_computed();
     }
 }
 

@@ -171,6 +171,7 @@ class Inner {
     std::unique_ptr<Trace> trace; // while a time line is recorded
 
   private:
+    void record_computed();
     void rest_recorded();
 
     const Pacing &pacing;
@@ -181,7 +182,7 @@ class Inner {
     size_t pool_bytes_ = 0;                  // the least size of the pools
     ggml_backend_event_t copied = nullptr;   // of wait_for_copies()
     int n_waits_ = 0;                        // of the compute stream for the copy stream, since rest()
-    ggml_backend_event_t computed = nullptr; // of stream_waits() and, with one queue, of end_fetch()
+    ggml_backend_event_t computed = nullptr; // of record_computed()
     InnerBuffer pinned_staging, pinned_inputs, pinned_zeros;
     bool asked_for_inputs = false;
     bool inputs_pending = false;        // inputs are queued since synchronize()
