@@ -86,8 +86,8 @@ fsd_status fsd_configure(const fsd_config *config) {
     if (!d.cpu || !d.inner.open(dev, config->copy_bytes)) {
         return fail(FSD_OUT_OF_MEMORY, std::string("the device '") + config->inner_device + "' could not be opened");
     }
-    d.kernels = ExpertProducts::kernels_of(d.cpu);
-    if (!d.kernels) {
+    d.kernels.emplace(d.cpu);
+    if (!d.kernels->of) {
         return fail(FSD_VERSION, "ggml's CPU backend does not offer its kernels: reinstall llama-cpp-python");
     }
     ggml_backend_reg_t cpu_reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(d.cpu));

@@ -24,6 +24,8 @@
 
 #include "ggml-backend-impl.h"
 
+#include <optional>
+
 namespace fsd {
 
 struct Device {
@@ -38,7 +40,7 @@ struct Device {
 
     // Fixed by fsd_configure.
     ggml_backend_t cpu = nullptr;
-    ExpertProducts::Kernels kernels = nullptr; // of the CPU
+    std::optional<CpuKernels> kernels; // of the CPU
     uint32_t n_threads = 1;
     std::atomic<bool> configured{false};
 

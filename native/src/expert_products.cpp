@@ -1,26 +1,12 @@
 #include "expert_products.h"
 
-#include "system.h"
-
-#include "ggml-backend-impl.h"
-
 #include <algorithm>
 
 namespace fsd {
 
-// Of a matrix, what a thread takes at once: little, so that all threads end together.
-static constexpr size_t kChunkBytes = 32 << 10;
-
-ExpertProducts::Kernels ExpertProducts::kernels_of(ggml_backend_t cpu) {
-    ggml_backend_reg_t registry = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu));
-    return (Kernels)symbol_beside((void *)registry->iface.get_name, "ggml_get_type_traits_cpu");
-}
-
-ExpertProducts::ExpertProducts(Kernels kernels, const ggml_tensor &shape, std::vector<ExpertMatrix> matrices,
+ExpertProducts::ExpertProducts(const CpuKernels &kernels, const ggml_tensor &shape, std::vector<ExpertMatrix> matrices,
                                std::function<void()> first)
-    : kernels_(*kernels(shape.type)), inputs_(*kernels(kernels_.vec_dot_type)), input_type_(kernels_.vec_dot_type),
-      width_(shape.ne[0]), n_rows_(shape.ne[1]),
-      chunk_rows_(std::max<int64_t>(1, (int64_t)(kChunkBytes / ggml_row_size(shape.type, shape.ne[0])))),
+    : dots_(kernels, shape.type, shape.ne[0]), n_rows_(shape.ne[1]), chunk_rows_(rows_at_once(shape)),
       row_bytes_(shape.nb[1]), matrices_(std::move(matrices)), first_(std::move(first)) {}
 
 ExpertProducts::~ExpertProducts() { next_.load(); } // behind the last chunk of each thread
@@ -42,7 +28,7 @@ void ExpertProducts::compute(ggml_tensor *, int thread, int, void *self) {
 void ExpertProducts::compute_chunks() {
     next_.load(); // first what node() has stored, and last the chunk that there is not: see next_
     const int64_t per_matrix = (n_rows_ + chunk_rows_ - 1) / chunk_rows_, n = per_matrix * (int64_t)matrices_.size();
-    const size_t input_bytes = ggml_row_size(input_type_, width_);
+    const size_t input_bytes = dots_.column_bytes();
     thread_local std::vector<char> converted;
     std::vector<const float *> inputs; // of `converted`, in its order
     const auto index_of = [&](const float *input) {
@@ -50,24 +36,17 @@ void ExpertProducts::compute_chunks() {
         if (at == inputs.size()) {
             inputs.push_back(input);
             converted.resize(std::max(converted.size(), inputs.size() * input_bytes));
-            inputs_.from_float(input, converted.data() + at * input_bytes, width_);
+            dots_.convert(input, converted.data() + at * input_bytes);
         }
         return at;
     };
-    std::vector<size_t> columns;
     for (int64_t chunk = next_++; chunk < n; chunk = next_++) {
         const ExpertMatrix &matrix = matrices_[(size_t)(chunk / per_matrix)];
-        columns.clear();
-        for (const auto &row : matrix.rows) {
-            columns.push_back(index_of(row.first));
-        }
         const int64_t first = chunk % per_matrix * chunk_rows_, end = std::min(first + chunk_rows_, n_rows_);
-        for (int64_t r = first; r < end; r++) {
-            const char *weights = matrix.weights + (size_t)r * row_bytes_;
-            for (size_t i = 0; i < columns.size(); i++) {
-                const char *input = converted.data() + columns[i] * input_bytes;
-                kernels_.vec_dot((int)width_, matrix.rows[i].second + r, 0, weights, 0, input, 0, 1);
-            }
+        const char *weights = matrix.weights + (size_t)first * row_bytes_;
+        for (const auto &[input, results] : matrix.rows) {
+            const size_t at = index_of(input) * input_bytes; // may move the columns
+            dots_.compute(weights, row_bytes_, end - first, converted.data() + at, results + first);
         }
     }
 }

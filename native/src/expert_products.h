@@ -5,7 +5,7 @@
 // may have other work first: the others take its part meanwhile. Results have the same bits.
 #pragma once
 
-#include "ggml-cpu.h"
+#include "dot_products.h"
 
 #include <atomic>
 #include <functional>
@@ -22,13 +22,9 @@ struct ExpertMatrix {
 
 class ExpertProducts {
   public:
-    using Kernels = decltype(&ggml_get_type_traits_cpu);
-    // Those of a CPU backend; null if it does not say. The backend may be a module of its own, so they cannot be linked.
-    static Kernels kernels_of(ggml_backend_t cpu);
-
     // `shape`: a tensor of experts; matrices have its type and the shape of one of its experts. `first` is called by the first
     // thread before it computes.
-    ExpertProducts(Kernels kernels, const ggml_tensor &shape, std::vector<ExpertMatrix> matrices,
+    ExpertProducts(const CpuKernels &kernels, const ggml_tensor &shape, std::vector<ExpertMatrix> matrices,
                    std::function<void()> first = {});
     ~ExpertProducts();
     ExpertProducts(const ExpertProducts &) = delete;
@@ -42,9 +38,8 @@ class ExpertProducts {
     static void compute(ggml_tensor *node, int thread, int n_threads, void *self);
     void compute_chunks();
 
-    const ggml_type_traits_cpu &kernels_, &inputs_;
-    const ggml_type input_type_;
-    const int64_t width_, n_rows_, chunk_rows_;
+    const DotProducts dots_;
+    const int64_t n_rows_, chunk_rows_;
     const size_t row_bytes_;
     std::vector<ExpertMatrix> matrices_;
     std::function<void()> first_;

@@ -70,7 +70,7 @@ ggml_tensor *ExpertRows::add_product(size_t product, std::function<void()> first
             }
         }
         const auto input = compact.find(node->src[1]);
-        operations.emplace_back(d.kernels, *group.weight(product), std::move(matrices), std::move(first));
+        operations.emplace_back(*d.kernels, *group.weight(product), std::move(matrices), std::move(first));
         result = operations.back().node(ctx, input == compact.end() ? nullptr : input->second, n);
     }
     result->data = products[product];

@@ -696,7 +696,7 @@ void Compiler::finish_cpu(Segment &seg) {
         }
     }
     for (int i = seg.node0; i < seg.node1; i++) {
-        seg.nodes.push_back(p.twins.of(rows ? rows : g->nodes[i]));
+        seg.nodes.push_back(p.columns.of(rows ? rows : g->nodes[i]));
     }
 }
 

@@ -60,14 +60,14 @@ struct Products {
     ggml_context *ctx = nullptr;
     ggml_cgraph *graph = nullptr;
     InnerBuffer memory;
-    TwinColumns twins; // as the CPU computes such products in a graph of a model
+    ColumnProducts columns; // as the CPU computes such products in a graph of a model
     size_t weight_bytes = 0;
     double flops = 0;
     int count = 0;
 
     // On the inner device, counted in its ledger, or on the CPU if `device` is null.
     Products(Device *device, ggml_type type, int64_t rows, int64_t cols, int64_t n, size_t total, Choice choice = {})
-        : ledger(device), twins(fsd::device().cpu) {
+        : ledger(device), columns(fsd::device().cpu) {
         const int64_t n_matrices = std::max<int64_t>(choice.experts, 1), n_tokens = choice.used ? choice.tokens(n) : n;
         const size_t each = ggml_row_size(type, cols) * (size_t)(rows * n_matrices);
         count = (int)std::min<size_t>(std::max<size_t>(total / each, 1), 4096);
@@ -105,7 +105,7 @@ struct Products {
         }
         if (!ledger) {
             for (int i = 0; i < graph->n_nodes; i++) {
-                graph->nodes[i] = twins.of(graph->nodes[i]);
+                graph->nodes[i] = columns.of(graph->nodes[i]);
             }
         }
         // Quantised from small random numbers, because zeros may compute faster than real data.

@@ -4,7 +4,7 @@
 #include "expert_cache.h"
 #include "inner.h"
 #include "plan.h"
-#include "twin_columns.h"
+#include "column_products.h"
 
 #include <memory>
 #include <vector>
@@ -107,7 +107,7 @@ struct ProgramKey {
 };
 
 struct Program {
-    Program(const ProgramKey &k, ProgramMemory &&m, ggml_backend_t cpu) : key(k), memory(std::move(m)), twins(cpu) {}
+    Program(const ProgramKey &k, ProgramMemory &&m, ggml_backend_t cpu) : key(k), memory(std::move(m)), columns(cpu) {}
     Program(const Program &) = delete;
     Program &operator=(const Program &) = delete;
     ~Program() { ggml_free(ctx); }
@@ -121,7 +121,7 @@ struct Program {
     size_t entry_capacity = 0; // of the ring; the rest is the expert cache
     std::vector<ExpertGroup> groups;
     ExpertArena arena;
-    TwinColumns twins;             // of the CPU segments' products
+    ColumnProducts columns;        // of the CPU segments
     ggml_cgraph *shadow = nullptr; // owned by ctx
     ggml_context *ctx = nullptr;   // in `memory`
 };

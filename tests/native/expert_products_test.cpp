@@ -55,7 +55,7 @@ void check_type(ggml_type type, const std::vector<int> &experts) {
         matrices.back().rows.emplace_back(inputs.data() + i * kWidth, found.data() + i * kRows);
     }
     int n_first = 0;
-    ExpertProducts products(ExpertProducts::kernels_of(cpu()), *all, matrices, [&] { n_first++; });
+    ExpertProducts products(CpuKernels(cpu()), *all, matrices, [&] { n_first++; });
     ggml_tensor *node = products.node(ctx, input, n);
     node->data = found.data();
     for (ggml_tensor *result : {product, node}) {

@@ -1,6 +1,6 @@
-// Tests of products with one column that the CPU computes with two.
+// Tests of products with one column against ggml's own operation.
 #include "check.h"
-#include "twin_columns.h"
+#include "column_products.h"
 
 #include <algorithm>
 #include <cmath>
@@ -60,16 +60,22 @@ ggml_backend_t cpu() {
     return backend;
 }
 
+void set_threads(int n) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu()));
+    auto set = (ggml_backend_set_n_threads_t)ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    set(cpu(), n);
+}
+
 void check_twin(ggml_type type, int64_t rows, int64_t cols, float *memory) {
     Product product(type, rows, cols, 1, memory);
     CHECK(ggml_backend_graph_compute(cpu(), product.graph) == GGML_STATUS_SUCCESS);
     const std::vector<float> expected(product.results, product.results + rows);
     std::fill_n(product.results, rows, kUntouched);
 
-    TwinColumns twins(cpu());
+    ColumnProducts products(cpu());
     ggml_tensor *original = product.node();
-    product.node() = twins.of(original);
-    CHECK((product.node() != original) == TwinColumns::has_kernels(cpu()));
+    product.node() = products.of(original);
+    CHECK((product.node() != original) == ColumnProducts::has_twin_kernels(cpu()));
     CHECK(ggml_backend_graph_compute(cpu(), product.graph) == GGML_STATUS_SUCCESS);
     for (int64_t i = 0; i < rows; i++) {
         CHECK(std::fabs(product.results[i] - expected[(size_t)i]) < 1e-2f);
@@ -92,12 +98,34 @@ TEST(two_equal_columns_have_the_results_of_one) {
 
 TEST(builds_for_x86_64_have_the_kernels) {
 #if defined(__x86_64__) || defined(_M_X64)
-    CHECK(TwinColumns::has_kernels(cpu()));
+    CHECK(ColumnProducts::has_twin_kernels(cpu()));
+    CHECK(CpuKernels(cpu()).q4_0);
 #endif
 }
 
+TEST(four_rows_at_once_have_the_bits_of_one) {
+    for (int64_t cols : {32, 96, 4096}) {
+        for (int64_t rows : {1, 4, 66, 1023, 1024}) {
+            Product product(GGML_TYPE_Q4_0, rows, cols, 1, low);
+            CHECK(ggml_backend_graph_compute(cpu(), product.graph) == GGML_STATUS_SUCCESS);
+            const std::vector<float> expected(product.results, product.results + rows);
+            ColumnProducts products(cpu());
+            ggml_tensor *original = product.node();
+            product.node() = products.of(original);
+            CHECK((product.node() != original) == (CpuKernels(cpu()).q4_0 != nullptr));
+            for (int n_threads : {1, 2, 5, 2}) { // each run begins anew
+                std::fill_n(product.results, rows, kUntouched);
+                set_threads(n_threads);
+                CHECK(ggml_backend_graph_compute(cpu(), product.graph) == GGML_STATUS_SUCCESS);
+                CHECK(memcmp(product.results, expected.data(), expected.size() * sizeof(float)) == 0);
+                CHECK(low[kGuard - 1] == kUntouched && product.results[rows] == kUntouched);
+            }
+        }
+    }
+}
+
 TEST(other_products_stay_as_they_are) {
-    TwinColumns twins(cpu());
+    ColumnProducts products(cpu());
     const struct {
         ggml_type type;
         int64_t rows, cols, n;
@@ -105,11 +133,11 @@ TEST(other_products_stay_as_they_are) {
         {GGML_TYPE_F16, 64, 96, 2},  // has two columns already
         {GGML_TYPE_F16, 66, 96, 1},  // the kernels have no way for so many rows
         {GGML_TYPE_F16, 64, 100, 1}, // nor for such rows
-        {GGML_TYPE_F32, 64, 96, 1},  {GGML_TYPE_Q8_0, 64, 96, 1},
+        {GGML_TYPE_F32, 64, 96, 1},  {GGML_TYPE_Q8_0, 64, 96, 1}, {GGML_TYPE_Q4_0, 64, 96, 2},
     };
     for (const auto &o : others) {
         Product product(o.type, o.rows, o.cols, o.n, low);
-        CHECK(twins.of(product.node()) == product.node());
+        CHECK(products.of(product.node()) == product.node());
     }
 }
 
@@ -118,9 +146,9 @@ TEST(a_longer_product_leaves_the_memory_of_a_shorter_one) {
     Product small(GGML_TYPE_F16, 64, 96, 1, low), large(GGML_TYPE_F16, kMostRows, 96, 1, high.data());
     CHECK(ggml_backend_graph_compute(cpu(), small.graph) == GGML_STATUS_SUCCESS);
     const std::vector<float> expected(small.results, small.results + 64);
-    TwinColumns twins(cpu());
-    small.node() = twins.of(small.node());
-    large.node() = twins.of(large.node());
+    ColumnProducts products(cpu());
+    small.node() = products.of(small.node());
+    large.node() = products.of(large.node());
     for (Product *product : {&small, &large}) {
         std::fill_n(product->results, 64, kUntouched);
         CHECK(ggml_backend_graph_compute(cpu(), product->graph) == GGML_STATUS_SUCCESS);
