@@ -21,6 +21,9 @@ struct Q8Block {
     int8_t values[32];
 };
 
+// How far ahead rows are prefetched, in whole groups of four. What is prefetched behind the last row is never read.
+constexpr size_t kLeastAhead = 4096;
+
 __m256 scale_of(uint16_t half) { return _mm256_cvtph_ps(_mm_set1_epi16((short)half)); }
 
 // Eight sums of four neighbouring products each.
@@ -39,7 +42,8 @@ void compute(int64_t n_blocks, const char *rows, size_t row_bytes, const char *c
     const auto *x0 = (const Q4Block *)rows, *x1 = (const Q4Block *)(rows + row_bytes),
                *x2 = (const Q4Block *)(rows + 2 * row_bytes), *x3 = (const Q4Block *)(rows + 3 * row_bytes);
     const auto *y = (const Q8Block *)column;
-    const char *ahead = rows + kQ4Rows * row_bytes;
+    const size_t group_bytes = kQ4Rows * row_bytes;
+    const char *ahead = rows + (kLeastAhead + group_bytes - 1) / group_bytes * group_bytes;
     const __m256i low = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8), shifts = _mm256_set_epi64x(4, 4, 0, 0);
     __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
     for (int64_t b = 0; b < n_blocks; b++, ahead += kQ4Rows * sizeof(Q4Block)) {

@@ -1,7 +1,7 @@
 // Dot products of Q4_0 weights with a column in Q8_0, on x86-64, with the same bits as ggml's.
 //
 // ggml's kernel takes one row, in which each block waits for the sum of the block before. Here four neighbouring rows are
-// computed at once: four sums that do not wait for each other share what is made of the column, and the next four rows are
+// computed at once: four sums that do not wait for each other share what is made of the column, and later rows are
 // prefetched, because processors do not foresee four short streams. 14 threads of a Xeon (Sapphire Rapids) read 59 to 71e9
 // bytes/s so, and 41 to 54e9 with ggml's.
 #pragma once
