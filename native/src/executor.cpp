@@ -444,7 +444,7 @@ void Executor::take_inputs(const Segment &s) {
         });
         at += staging_for(in);
     }
-    d.inner.synchronize();
+    d.inner.wait_for_computing();
     d.ring.computed(d.ring.next_use());
     at = stage;
     for (const Span &in : s.in) {

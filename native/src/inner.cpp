@@ -216,6 +216,16 @@ void Inner::synchronize() {
     }
 }
 
+// ggml-vulkan's synchronize submits a fence of its own, and another one within each graph before it.
+void Inner::wait_for_computing() {
+    if (!quirks.one_queue) {
+        synchronize();
+    } else if (compute_pending || inputs_pending) {
+        record_computed();
+        ggml_backend_event_synchronize(computed);
+    }
+}
+
 void Inner::wait_for_copies() {
     copied = copied ? copied : take_event();
     record(copied, copy);

@@ -123,6 +123,8 @@ class Inner {
 
     // The CPU waits for the compute stream.
     void synchronize();
+    // The same at less cost: what the stream keeps of finished work it keeps until synchronize(), which still has to follow.
+    void wait_for_computing();
     // The compute stream waits for all copies queued so far; the CPU does not.
     void wait_for_copies();
     // The compute stream waits for an event of the copy stream; the CPU does not.
