@@ -1,9 +1,6 @@
 #include "column_products.h"
 
-#include "ggml-impl.h"
-
 #include <algorithm>
-#include <cstring>
 #include <functional>
 
 namespace fsd {
@@ -46,37 +43,12 @@ ggml_tensor *ColumnProducts::of(ggml_tensor *node) {
         return twin_of(node);
     }
     const DotProducts products(kernels_, node->src[0]->type, node->src[0]->ne[0]);
-    return products.are_quicker() ? dots_of(node, products) : node;
-}
-
-ggml_tensor *ColumnProducts::dots_of(ggml_tensor *node, const DotProducts &products) {
-    const ggml_custom_op_params params = {compute_dots, GGML_N_TASKS_MAX, &dots_.emplace_back(products)};
+    if (!products.are_quicker()) {
+        return node;
+    }
     ggml_tensor &quicker = tensors_.emplace_back(*node);
-    quicker.op = GGML_OP_CUSTOM;
-    static_assert(sizeof(params) <= sizeof(quicker.op_params), "see ggml_custom_4d");
-    memcpy(quicker.op_params, &params, sizeof(params));
+    operations_.emplace_back(products).become(quicker);
     return &quicker;
-}
-
-// Each thread converts the column: that is quicker than to wait for another.
-void ColumnProducts::compute_dots(ggml_tensor *node, int, int n_threads, void *dots) {
-    const DotProducts &products = ((Dots *)dots)->products;
-    std::atomic<int64_t> &next = ((Dots *)dots)->next;
-    const ggml_tensor &weights = *node->src[0];
-    const int64_t n_rows = weights.ne[1], chunk_rows = rows_at_once(weights);
-    const int64_t n_chunks = (n_rows + chunk_rows - 1) / chunk_rows;
-    thread_local std::vector<char> column;
-    column.resize(std::max(column.size(), products.column_bytes()));
-    products.convert((const float *)node->src[1]->data, column.data());
-    int64_t chunk = next++;
-    for (; chunk < n_chunks; chunk = next++) {
-        const int64_t first = chunk * chunk_rows;
-        products.compute((const char *)weights.data + (size_t)first * weights.nb[1], weights.nb[1],
-                         std::min(chunk_rows, n_rows - first), column.data(), (float *)node->data + first);
-    }
-    if (chunk == n_chunks + n_threads - 1) { // no other thread takes any more
-        next = 0;
-    }
 }
 
 ggml_tensor *ColumnProducts::twin_of(ggml_tensor *node) {

@@ -3,7 +3,7 @@
 // With one column, ggml's CPU backend reads one row of weights at a time, and a core gets a part of the memory bandwidth that
 // it could use. With two columns its kernels (llamafile's) read four rows at once. So a product of 16-bit weights with one
 // column is computed with this column twice: 14 threads of a Xeon (Sapphire Rapids) read 104e9 bytes/s so, instead of 84e9.
-// A product of Q4_0, which takes the cores more time than the memory, is computed by DotProducts.
+// A product of Q4_0, which takes the cores more time than the memory, is a DotOperation.
 #pragma once
 
 #include "dot_products.h"
@@ -11,7 +11,6 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
-#include <atomic>
 #include <deque>
 #include <vector>
 
@@ -32,24 +31,14 @@ class ColumnProducts {
     static bool has_twin_kernels(ggml_backend_t cpu);
 
   private:
-    // The product of a node by DotProducts, as an operation of ggml's threads.
-    struct Dots {
-        explicit Dots(const DotProducts &p) : products(p) {}
-
-        const DotProducts products;
-        std::atomic<int64_t> next{0}; // the next chunk of rows
-    };
-    static void compute_dots(ggml_tensor *node, int thread, int n_threads, void *dots);
-
     bool is_faster_twice(const ggml_tensor &node) const;
     ggml_tensor *twin_of(ggml_tensor *node);
-    ggml_tensor *dots_of(ggml_tensor *node, const DotProducts &products);
     char *second_column(int64_t rows);
 
     const CpuKernels kernels_;
     const bool has_twin_kernels_;
     std::deque<ggml_tensor> tensors_;
-    std::deque<Dots> dots_;
+    std::deque<DotOperation> operations_;
     std::deque<std::vector<float>> columns_; // the results that nobody reads; the last one is the longest
 };
 

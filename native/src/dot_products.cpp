@@ -3,9 +3,11 @@
 #include "system.h"
 
 #include "ggml-backend-impl.h"
+#include "ggml-impl.h"
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace fsd {
 
@@ -46,6 +48,36 @@ void DotProducts::compute(const char *rows, size_t row_bytes, int64_t n_rows, co
     }
     for (; r < n_rows; r++) {
         rows_.vec_dot((int)width_, results + r, 0, rows + (size_t)r * row_bytes, 0, column, 0, 1);
+    }
+}
+
+void DotOperation::become(ggml_tensor &node) {
+    const ggml_custom_op_params params = {compute, GGML_N_TASKS_MAX, this};
+    static_assert(sizeof(params) <= sizeof(node.op_params), "see ggml_custom_4d");
+    node.op = GGML_OP_CUSTOM;
+    memcpy(node.op_params, &params, sizeof(params));
+}
+
+void DotOperation::compute(ggml_tensor *node, int, int n_threads, void *self) {
+    ((DotOperation *)self)->compute(*node, n_threads);
+}
+
+// Each thread converts the column: that is quicker than to wait for another.
+void DotOperation::compute(const ggml_tensor &node, int n_threads) {
+    const ggml_tensor &weights = *node.src[0];
+    const int64_t n_rows = weights.ne[1], chunk_rows = rows_at_once(weights);
+    const int64_t n_chunks = (n_rows + chunk_rows - 1) / chunk_rows;
+    thread_local std::vector<char> column;
+    column.resize(std::max(column.size(), products_.column_bytes()));
+    products_.convert((const float *)node.src[1]->data, column.data());
+    int64_t chunk = next_++;
+    for (; chunk < n_chunks; chunk = next_++) {
+        const int64_t first = chunk * chunk_rows;
+        products_.compute((const char *)weights.data + (size_t)first * weights.nb[1], weights.nb[1],
+                          std::min(chunk_rows, n_rows - first), column.data(), (float *)node.data + first);
+    }
+    if (chunk == n_chunks + n_threads - 1) { // no other thread takes any more
+        next_ = 0;
     }
 }
 

@@ -5,6 +5,8 @@
 
 #include "ggml-cpu.h"
 
+#include <atomic>
+
 namespace fsd {
 
 // The kernels of a CPU backend. It may be a module of its own, so they cannot be linked.
@@ -38,6 +40,22 @@ class DotProducts {
     const Q4Rows four_rows_; // null: there are only ggml's
     const int64_t width_;
     const size_t column_bytes_;
+};
+
+// A matrix times one column, as an operation of ggml's threads.
+class DotOperation {
+  public:
+    explicit DotOperation(const DotProducts &products) : products_(products) {}
+
+    // Makes this the operation of a node, whose sources are the matrix and the column. It must not outlive this object.
+    void become(ggml_tensor &node);
+
+  private:
+    static void compute(ggml_tensor *node, int thread, int n_threads, void *self);
+    void compute(const ggml_tensor &node, int n_threads);
+
+    const DotProducts products_;
+    std::atomic<int64_t> next_{0}; // the next chunk of rows
 };
 
 } // namespace fsd
