@@ -8,10 +8,6 @@ namespace fsd {
 static constexpr int64_t kRows = 4;   // llamafile's kernels compute so many at once
 static constexpr int64_t kWidth = 32; // the most weights of a row that they compute at once
 
-bool ColumnProducts::has_twin_kernels(ggml_backend_t cpu) {
-    return has_feature(cpu, "LLAMAFILE") && has_feature(cpu, "AVX2");
-}
-
 // Whether a node is the product of a whole matrix and one column.
 static bool has_one_column(const ggml_tensor &node) {
     if (node.op != GGML_OP_MUL_MAT || node.type != GGML_TYPE_F32) {
@@ -24,7 +20,7 @@ static bool has_one_column(const ggml_tensor &node) {
 
 bool ColumnProducts::is_faster_twice(const ggml_tensor &node) const {
     const ggml_tensor &weights = *node.src[0];
-    return has_twin_kernels_ && (weights.type == GGML_TYPE_F16 || weights.type == GGML_TYPE_BF16) &&
+    return kernels_.twins_are_faster && (weights.type == GGML_TYPE_F16 || weights.type == GGML_TYPE_BF16) &&
            weights.ne[0] % kWidth == 0 && weights.ne[1] % kRows == 0;
 }
 

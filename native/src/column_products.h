@@ -18,8 +18,8 @@ namespace fsd {
 
 class ColumnProducts {
   public:
-    // `cpu`: the backend that computes the products.
-    explicit ColumnProducts(ggml_backend_t cpu) : kernels_(cpu), has_twin_kernels_(has_twin_kernels(cpu)) {}
+    // `kernels`: of the backend that computes the products.
+    explicit ColumnProducts(const CpuKernels &kernels) : kernels_(kernels) {}
     ColumnProducts(const ColumnProducts &) = delete;
     ColumnProducts &operator=(const ColumnProducts &) = delete;
 
@@ -27,16 +27,12 @@ class ColumnProducts {
     // outlive this object, and such operations must not run at the same time. All tensors have their memory already.
     ggml_tensor *of(ggml_tensor *node);
 
-    // Whether the backend has kernels for which two columns are faster. Those of other processors than x86-64 are for more.
-    static bool has_twin_kernels(ggml_backend_t cpu);
-
   private:
     bool is_faster_twice(const ggml_tensor &node) const;
     ggml_tensor *twin_of(ggml_tensor *node);
     char *second_column(int64_t rows);
 
     const CpuKernels kernels_;
-    const bool has_twin_kernels_;
     std::deque<ggml_tensor> tensors_;
     std::deque<DotOperation> operations_;
     std::deque<std::vector<float>> columns_; // the results that nobody reads; the last one is the longest

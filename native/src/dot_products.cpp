@@ -11,7 +11,8 @@
 
 namespace fsd {
 
-bool has_feature(ggml_backend_t cpu, const char *name) {
+// Whether ggml's CPU backend was compiled with a feature, by ggml's name of it.
+static bool has_feature(ggml_backend_t cpu, const char *name) {
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu));
     auto *get = (ggml_backend_get_features_t)ggml_backend_reg_get_proc_address(reg, "ggml_backend_get_features");
     for (const ggml_backend_feature *f = get ? get(reg) : nullptr; f && f->name; f++) {
@@ -25,8 +26,10 @@ bool has_feature(ggml_backend_t cpu, const char *name) {
 CpuKernels::CpuKernels(ggml_backend_t cpu) {
     ggml_backend_reg_t registry = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu));
     of = (decltype(of))symbol_beside((void *)registry->iface.get_name, "ggml_get_type_traits_cpu");
+    const bool has_avx2 = has_feature(cpu, "AVX2");
     // Without AVX2 ggml adds in another order.
-    q4_0 = has_feature(cpu, "AVX2") && has_feature(cpu, "FMA") && has_feature(cpu, "F16C") ? q4_0_rows() : nullptr;
+    q4_0 = has_avx2 && has_feature(cpu, "FMA") && has_feature(cpu, "F16C") ? q4_0_rows() : nullptr;
+    twins_are_faster = has_avx2 && has_feature(cpu, "LLAMAFILE");
 }
 
 int64_t rows_at_once(const ggml_tensor &matrix) {
@@ -44,7 +47,8 @@ void DotProducts::compute(const char *rows, size_t row_bytes, int64_t n_rows, co
                           float *results) const {
     int64_t r = 0;
     for (; four_rows_ && r + kQ4Rows <= n_rows; r += kQ4Rows) {
-        four_rows_(width_ / 32, rows + (size_t)r * row_bytes, row_bytes, column, results + r);
+        four_rows_(width_ / ggml_blck_size(GGML_TYPE_Q4_0), rows + (size_t)r * row_bytes, row_bytes, column,
+                   results + r);
     }
     for (; r < n_rows; r++) {
         rows_.vec_dot((int)width_, results + r, 0, rows + (size_t)r * row_bytes, 0, column, 0, 1);

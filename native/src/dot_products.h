@@ -15,10 +15,9 @@ struct CpuKernels {
 
     decltype(&ggml_get_type_traits_cpu) of = nullptr; // null: the backend does not say
     Q4Rows q4_0 = nullptr;                            // null: ggml's own, or other bits
+    // 16-bit weights times two columns are faster than times one. Kernels of other processors than x86-64 are for more columns.
+    bool twins_are_faster = false;
 };
-
-// Whether ggml's CPU backend was compiled with a feature, by ggml's name of it.
-bool has_feature(ggml_backend_t cpu, const char *name);
 
 // Of a matrix, what a thread takes at once: little, so that all threads end together.
 int64_t rows_at_once(const ggml_tensor &matrix);

@@ -1057,7 +1057,7 @@ ProgramKey program_key(Device &d, const ggml_cgraph *graph, int first_node, int 
 std::unique_ptr<Program> compile_graph(const Device &d, GraphKeys &keys, const ggml_cgraph *graph,
                                        const ProgramKey &key, ProgramMemory memory, std::string &why) {
     memory.image.take(graph);
-    auto program = std::make_unique<Program>(key, std::move(memory), d.cpu);
+    auto program = std::make_unique<Program>(key, std::move(memory), *d.kernels);
     Compiler compiler(d, keys, graph, *program);
     return compiler.compile(why) ? std::move(program) : nullptr;
 }

@@ -67,7 +67,7 @@ struct Products {
 
     // On the inner device, counted in its ledger, or on the CPU if `device` is null.
     Products(Device *device, ggml_type type, int64_t rows, int64_t cols, int64_t n, size_t total, Choice choice = {})
-        : ledger(device), columns(fsd::device().cpu) {
+        : ledger(device), columns(*fsd::device().kernels) {
         const int64_t n_matrices = std::max<int64_t>(choice.experts, 1), n_tokens = choice.used ? choice.tokens(n) : n;
         const size_t each = ggml_row_size(type, cols) * (size_t)(rows * n_matrices);
         count = (int)std::min<size_t>(std::max<size_t>(total / each, 1), 4096);

@@ -107,7 +107,8 @@ struct ProgramKey {
 };
 
 struct Program {
-    Program(const ProgramKey &k, ProgramMemory &&m, ggml_backend_t cpu) : key(k), memory(std::move(m)), columns(cpu) {}
+    Program(const ProgramKey &k, ProgramMemory &&m, const CpuKernels &kernels)
+        : key(k), memory(std::move(m)), columns(kernels) {}
     Program(const Program &) = delete;
     Program &operator=(const Program &) = delete;
     ~Program() { ggml_free(ctx); }

@@ -72,10 +72,10 @@ void check_twin(ggml_type type, int64_t rows, int64_t cols, float *memory) {
     const std::vector<float> expected(product.results, product.results + rows);
     std::fill_n(product.results, rows, kUntouched);
 
-    ColumnProducts products(cpu());
+    ColumnProducts products{CpuKernels(cpu())};
     ggml_tensor *original = product.node();
     product.node() = products.of(original);
-    CHECK((product.node() != original) == ColumnProducts::has_twin_kernels(cpu()));
+    CHECK((product.node() != original) == CpuKernels(cpu()).twins_are_faster);
     CHECK(ggml_backend_graph_compute(cpu(), product.graph) == GGML_STATUS_SUCCESS);
     for (int64_t i = 0; i < rows; i++) {
         CHECK(std::fabs(product.results[i] - expected[(size_t)i]) < 1e-2f);
@@ -98,7 +98,7 @@ TEST(two_equal_columns_have_the_results_of_one) {
 
 TEST(builds_for_x86_64_have_the_kernels) {
 #if defined(__x86_64__) || defined(_M_X64)
-    CHECK(ColumnProducts::has_twin_kernels(cpu()));
+    CHECK(CpuKernels(cpu()).twins_are_faster);
     CHECK(CpuKernels(cpu()).q4_0);
 #endif
 }
@@ -109,7 +109,7 @@ TEST(four_rows_at_once_have_the_bits_of_one) {
             Product product(GGML_TYPE_Q4_0, rows, cols, 1, low);
             CHECK(ggml_backend_graph_compute(cpu(), product.graph) == GGML_STATUS_SUCCESS);
             const std::vector<float> expected(product.results, product.results + rows);
-            ColumnProducts products(cpu());
+            ColumnProducts products{CpuKernels(cpu())};
             ggml_tensor *original = product.node();
             product.node() = products.of(original);
             CHECK((product.node() != original) == (CpuKernels(cpu()).q4_0 != nullptr));
@@ -125,7 +125,7 @@ TEST(four_rows_at_once_have_the_bits_of_one) {
 }
 
 TEST(other_products_stay_as_they_are) {
-    ColumnProducts products(cpu());
+    ColumnProducts products{CpuKernels(cpu())};
     const struct {
         ggml_type type;
         int64_t rows, cols, n;
@@ -146,7 +146,7 @@ TEST(a_longer_product_leaves_the_memory_of_a_shorter_one) {
     Product small(GGML_TYPE_F16, 64, 96, 1, low), large(GGML_TYPE_F16, kMostRows, 96, 1, high.data());
     CHECK(ggml_backend_graph_compute(cpu(), small.graph) == GGML_STATUS_SUCCESS);
     const std::vector<float> expected(small.results, small.results + 64);
-    ColumnProducts products(cpu());
+    ColumnProducts products{CpuKernels(cpu())};
     small.node() = products.of(small.node());
     large.node() = products.of(large.node());
     for (Product *product : {&small, &large}) {
